@@ -1,0 +1,33 @@
+# The front door. `make` alone explains.
+.DEFAULT_GOAL := help
+.PHONY: help setup check test bench lines clean
+PY := .venv/bin/python
+
+help: ## Say what each command does
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: ## Make .venv and install everything that development needs (nothing when it is current)
+	@tools/setup
+
+check: setup ## Format, lint, types and unit tests: about a minute
+	@.venv/bin/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
+	@.venv/bin/ruff check --quiet .
+	@.venv/bin/mypy
+	@$(PY) -m pytest -q tests/unit
+
+test: setup ## Everything: what check does, and the contract tests against the official SDK's releases
+	@tools/official
+	@.venv/bin/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
+	@.venv/bin/ruff check --quiet .
+	@.venv/bin/mypy
+	@$(PY) -m pytest -q tests
+
+bench: setup ## Benchmarks, each beside the official SDK in the same run
+	@tools/official
+	@$(PY) bench/wire.py
+
+lines: ## Lines of code per sub-package, with the change against main
+	@tools/lines
+
+clean: ## Remove the environments and caches
+	rm -rf .venv .official .pytest_cache .mypy_cache .ruff_cache .hypothesis

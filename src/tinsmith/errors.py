@@ -1,0 +1,301 @@
+"""The whole exception tree. Domain errors know nothing of HTTP libraries.
+
+TinkerError                         root of everything tinsmith raises on purpose
+├── InvalidInputError (ValueError)  an argument is wrong; nothing was sent
+│   ├── UnknownFieldError (TypeError)     a field that the type does not have
+│   └── UnknownLossInputError (KeyError)  a plain list under a key whose dtype is not known
+├── WireError (ValueError)          bytes from the other side do not follow the protocol
+│   └── LimitExceededError          ... or are larger than the limit in force
+├── RequestFailedError              the server accepted an operation and it failed
+└── APIError                        a call did not succeed
+    ├── APIResponseValidationError  a 2xx answer that does not have the promised shape
+    ├── APIConnectionError          no answer
+    │   └── APITimeoutError         no answer in time
+    └── APIStatusError              an answer with status 4xx or 5xx
+        ├── BadRequestError 400            ├── ConflictError 409
+        ├── AuthenticationError 401        ├── UnprocessableEntityError 422
+        ├── BillingError 402               ├── RateLimitError 429
+        ├── PermissionDeniedError 403      └── InternalServerError 5xx
+        └── NotFoundError 404
+
+RetryableException stands apart, as in the official client: a promise that the server lost.
+Every class has a stable `code` and a `retryable` flag; retry policies read the flag, never the text.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class RequestErrorCategory(enum.StrEnum):
+    """Who has to act on a failed operation."""
+
+    Unknown = "unknown"
+    Server = "server"
+    User = "user"
+
+    @classmethod
+    def _missing_(cls, value: object) -> RequestErrorCategory:
+        # Some servers capitalise the word; a category we do not know must not hide the failure itself.
+        lowered = value.lower() if isinstance(value, str) else None
+        return next((member for member in cls if member.value == lowered), cls.Unknown)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInfo:
+    """The request behind an error: enough to say where it went, never its headers (they hold the key)."""
+
+    method: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseInfo:
+    """The answer behind an error."""
+
+    status_code: int
+    headers: Mapping[str, str] = field(default_factory=dict)
+    request: RequestInfo | None = None
+    text: str = ""
+
+
+class TinkerError(Exception):
+    """Root of all errors raised on purpose; catch it to catch everything from this package."""
+
+    code = "tinker_error"
+    retryable = False
+
+
+class InvalidInputError(TinkerError, ValueError):
+    """An argument is wrong; the message names the field, the value and what is allowed. Nothing was sent."""
+
+    code = "invalid_input"
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+    def __str__(self) -> str:
+        return self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), (self.message,), {"field": self.field})
+
+
+class UnknownFieldError(InvalidInputError, TypeError):
+    """The type has no such field; the message lists those it has."""
+
+    code = "unknown_field"
+
+
+class UnknownLossInputError(InvalidInputError, KeyError):
+    """A plain list was given under a key whose dtype is not defined: pass a numpy array or TensorData instead."""
+
+    code = "unknown_loss_input"
+
+
+class WireError(TinkerError, ValueError):
+    """Bytes from the other side do not follow the protocol; `field` names the place."""
+
+    code = "malformed_body"
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), (self.message,), {"field": self.field})
+
+
+class LimitExceededError(WireError):
+    """A body, or what it unpacks to, is larger than the limit in force: send less at once, or raise the limit."""
+
+    code = "limit_exceeded"
+
+
+class RequestFailedError(TinkerError):
+    """The server accepted an operation and it failed there. Category `user`: change the input; else: report it."""
+
+    code = "request_failed"
+
+    def __init__(self, message: str, request_id: str, category: RequestErrorCategory | str = "unknown") -> None:
+        super().__init__(message)
+        self.message = message
+        self.request_id = request_id
+        self.category = RequestErrorCategory(category)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.message, self.request_id, self.category.value)
+
+
+class APIError(TinkerError):
+    """A call did not succeed. `request` says where it went; `body` is the decoded answer, if there was one."""
+
+    code = "api_error"
+
+    def __init__(self, message: str, request: RequestInfo | None = None, *, body: object | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.request = request
+        self.body = body
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), (self.message, self.request), {"body": self.body})
+
+
+class APIResponseValidationError(APIError):
+    """The server answered 2xx with a body the protocol does not know: wrong URL, or an incompatible server."""
+
+    code = "invalid_response"
+
+    def __init__(self, response: ResponseInfo, body: object | None = None, *, message: str | None = None) -> None:
+        super().__init__(message or "The answer does not have the promised shape.", response.request, body=body)
+        self.response = response
+        self.status_code = response.status_code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), (self.response, self.body), {"message": self.message})
+
+
+class APIStatusError(APIError):
+    """The server answered with an error status; `status_code`, `response` and `body` say which."""
+
+    code = "status_error"
+    hint = ""
+
+    def __init__(self, message: str, response: ResponseInfo, body: object | None = None) -> None:
+        super().__init__(message, response.request, body=body)
+        self.response = response
+        self.status_code = response.status_code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), (self.message, self.response, self.body), {})
+
+
+class APIConnectionError(APIError):
+    """No answer: server down, wrong address, or the network between. Check the URL in the message."""
+
+    code = "connection_error"
+    retryable = True
+
+    def __init__(self, request: RequestInfo | None = None, message: str = "Connection error.") -> None:
+        super().__init__(message, request)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), (self.request, self.message), {})
+
+
+class APITimeoutError(APIConnectionError):
+    """No answer in time: the server is busy or unreachable; a longer timeout can be set per client and per call."""
+
+    code = "timeout"
+
+    def __init__(self, request: RequestInfo | None = None, message: str = "Request timed out.") -> None:
+        super().__init__(request, message)
+
+
+class BadRequestError(APIStatusError):
+    """400: the server refused the request as it is; the message says which part."""
+
+    code = "bad_request"
+
+
+class AuthenticationError(APIStatusError):
+    """401: the key is missing, wrong, revoked or expired."""
+
+    code = "authentication_failed"
+    hint = "Check TINKER_API_KEY (or the api_key argument) and that it belongs to this server."
+
+
+class BillingError(APIStatusError):
+    """402: the account cannot pay for this; official clients wait and retry for up to an hour."""
+
+    code = "billing"
+    retryable = True
+    hint = "Check the account's balance or plan."
+
+
+class PermissionDeniedError(APIStatusError):
+    """403: the key is good but may not do this."""
+
+    code = "permission_denied"
+    hint = "Use a key that has the needed scope, or ask the owner to publish or share the resource."
+
+
+class NotFoundError(APIStatusError):
+    """404: no such resource for this key, or the server lacks this route."""
+
+    code = "not_found"
+    hint = "Check the id and the base URL; resources of other accounts also read as missing."
+
+
+class ConflictError(APIStatusError):
+    """409: the state of the resource does not allow this now."""
+
+    code = "conflict"
+    retryable = True
+
+
+class UnprocessableEntityError(APIStatusError):
+    """422: the request is well formed but its content is not acceptable."""
+
+    code = "unprocessable"
+
+
+class RateLimitError(APIStatusError):
+    """429: too much at once; wait as long as `Retry-After` says."""
+
+    code = "rate_limited"
+    retryable = True
+    hint = "Send less at once, or wait; Retry-After says how long."
+
+
+class InternalServerError(APIStatusError):
+    """5xx: the server failed; the same request may succeed later."""
+
+    code = "server_error"
+    retryable = True
+    hint = "The server failed; its log has the cause."
+
+
+class RetryableException(Exception):  # noqa: N818 - the official name
+    """The server lost the promise of an operation; submitting it again is safe where the operation is idempotent."""
+
+    code = "promise_lost"
+    retryable = True
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class ExperimentalWarning(FutureWarning):
+    """The call may change or vanish without notice."""
+
+
+class PrecisionWarning(UserWarning):
+    """Numbers were rounded on their way to the wire, which carries float32 and int64 only."""
+
+
+STATUS_ERRORS: Mapping[int, type[APIStatusError]] = {
+    400: BadRequestError,
+    401: AuthenticationError,
+    402: BillingError,
+    403: PermissionDeniedError,
+    404: NotFoundError,
+    409: ConflictError,
+    422: UnprocessableEntityError,
+    429: RateLimitError,
+}
+
+RETRYABLE_STATUSES = frozenset({402, 408, 409, 429})
+
+
+def _rebuild(cls: type[TinkerError], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TinkerError:
+    """Unpickle an exception whose constructor takes keywords."""
+    return cls(*args, **kwargs)

@@ -1,0 +1,106 @@
+"""From a failed HTTP answer to the exception a user sees, and how long to wait before asking again.
+
+Does not know: any HTTP library; the caller passes status, headers and body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import msgspec
+
+from tinsmith.errors import (
+    RETRYABLE_STATUSES,
+    STATUS_ERRORS,
+    APIStatusError,
+    InternalServerError,
+    RequestFailedError,
+    RequestInfo,
+    ResponseInfo,
+)
+
+MAX_TEXT = 2000
+"""Characters of an answer that go into a message; proxies answer with whole pages."""
+
+
+def status_error(
+    status: int, body: bytes, headers: Mapping[str, str], request: RequestInfo | None = None
+) -> APIStatusError:
+    """The exception for an answer with an error status: what the server said, where, and what to do about it."""
+    decoded = decode_error_body(body)
+    error_type = STATUS_ERRORS.get(status, InternalServerError if status >= 500 else APIStatusError)
+    said = f"Error code: {status} - {_shown(decoded)}" if decoded not in (None, "") else f"Error code: {status}"
+    where = f" ({request.method} {request.url})" if request is not None else ""
+    hint = f" {error_type.hint}" if error_type.hint else ""
+    response = ResponseInfo(status, dict(headers), request, body[: 4 * MAX_TEXT].decode(errors="replace"))
+    error = error_type(f"{said}{where}{hint}", response, decoded)
+    error.retryable = is_retryable(status, headers)
+    return error
+
+
+def failed_operation(answer: Mapping[str, Any], request_id: str) -> RequestFailedError | None:
+    """The exception for a 200 answer that reports a failed operation (any object with the key `error`), else None."""
+    if "error" not in answer:
+        return None
+    category = answer.get("category")
+    return RequestFailedError(_shown(answer["error"]), request_id, category if isinstance(category, str) else "unknown")
+
+
+def decode_error_body(body: bytes) -> Any:
+    """The JSON in a body, or its text, or None where there is none."""
+    if not body:
+        return None
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body.decode(errors="replace")[:MAX_TEXT]
+
+
+def is_retryable(status: int, headers: Mapping[str, str]) -> bool:
+    """Whether the same request may succeed later; the server's own word (`x-should-retry`) goes first."""
+    word = _header(headers, "x-should-retry")
+    if word in ("true", "false"):
+        return word == "true"
+    return status >= 500 or status in RETRYABLE_STATUSES
+
+
+def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float | None:
+    """Seconds to wait as the server asks: `retry-after-ms`, else `Retry-After` in seconds, else as an HTTP date."""
+    milliseconds = _number(_header(headers, "retry-after-ms"))
+    if milliseconds is not None:
+        return milliseconds / 1000
+    value = _header(headers, "retry-after")
+    seconds = _number(value)
+    if seconds is not None or value is None:
+        return seconds
+    try:
+        moment = parsedate_to_datetime(value)
+    except (ValueError, IndexError, OverflowError):
+        return None
+    moment = moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    return max(0.0, (moment - (now or datetime.now(UTC))).total_seconds())
+
+
+def _header(headers: Mapping[str, str], name: str) -> str | None:
+    for key, value in headers.items():
+        if key.lower() == name:
+            return value.strip()
+    return None
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        number = float(text) if text is not None else -1.0
+    except ValueError:
+        return None
+    return number if 0 <= number < float("inf") else None
+
+
+def _shown(decoded: Any) -> str:
+    if isinstance(decoded, Mapping) and set(decoded) == {"detail"}:
+        decoded = decoded["detail"]
+    text = decoded if isinstance(decoded, str) else msgspec.json.encode(decoded).decode()
+    return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."

@@ -1,0 +1,499 @@
+"""What a model reads: chunks, ModelInput, Datum and the provenance of its tokens.
+
+Owns: the checks on user data, each error naming the key and the position; lengths and byte estimates of chunks.
+Does not know: any vocabulary or model (the server checks ids against those).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args
+
+import numpy as np
+
+from tinsmith.errors import InvalidInputError, UnknownLossInputError
+from tinsmith.wire.frozen import Frozen
+from tinsmith.wire.numbers import Array, check_ids, is_torch_tensor, token_ids, torch_to_numpy
+from tinsmith.wire.tensors import TensorData, TensorDtype, sparse_if_smaller, tensor_of
+
+ImageFormat: TypeAlias = Literal["png", "jpeg"]
+LossFnInputs: TypeAlias = dict[str, TensorData]
+
+LIST_DTYPES: Mapping[str, TensorDtype] = {
+    "target_tokens": "int64",
+    "weights": "float32",
+    "advantages": "float32",
+    "logprobs": "float32",
+    "clip_low_threshold": "float32",
+    "clip_high_threshold": "float32",
+    "sequence_ratio_mask": "float32",
+}
+"""The dtype of a plain list, by its key; each of these has one entry (or row) per input token."""
+
+SPARSE_KEYS = frozenset({"target_tokens", "weights"})
+"""2-D torch tensors under these keys travel as CSR where that is smaller."""
+
+_set = object.__setattr__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedTextChunk:
+    """Tokens of text. A list is copied; a numpy array is kept as it is."""
+
+    tokens: Sequence[int] | Array
+    type: Literal["encoded_text"] = "encoded_text"
+
+    def __post_init__(self) -> None:
+        _check_type(self)
+        _set(self, "tokens", token_ids(self.tokens, "tokens"))
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def estimated_bytes(self) -> int:
+        return 4 * len(self.tokens)
+
+    def to_ints(self) -> list[int]:
+        ints: list[int] = self.tokens.tolist() if isinstance(self.tokens, np.ndarray) else list(self.tokens)
+        return ints
+
+    def to_builtins(self) -> dict[str, Any]:
+        return {"tokens": self.to_ints(), "type": self.type}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, EncodedTextChunk):
+            return NotImplemented
+        return self.to_ints() == other.to_ints()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageDimensions:
+    """The size an image is to be read at (binary wire only)."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageChunk:
+    """An image; base64 in JSON. Releases before 0.6 gave height, width and tokens instead of expected_tokens."""
+
+    data: bytes
+    format: ImageFormat
+    expected_tokens: int | None = None
+    override_dimensions: ImageDimensions | None = None
+    height: int | None = None
+    width: int | None = None
+    tokens: int | None = None
+    type: Literal["image"] = "image"
+
+    def __post_init__(self) -> None:
+        _check_type(self)
+        _check_format(self.format)
+        _set(self, "data", _bytes_of(self.data, "data"))
+        for name in ("expected_tokens", "height", "width", "tokens"):
+            _check_count(name, getattr(self, name))
+
+    @property
+    def length(self) -> int:
+        return _known_length(self.expected_tokens if self.expected_tokens is not None else self.tokens, "image")
+
+    @property
+    def estimated_bytes(self) -> int:
+        return len(self.data)
+
+    def to_builtins(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in ("expected_tokens", "height", "width", "tokens")}
+        encoded = {"data": base64.b64encode(self.data).decode(), "format": self.format, "type": self.type}
+        return encoded | {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageAssetPointerChunk:
+    """An image that the server fetches itself. Travels in JSON only."""
+
+    format: ImageFormat
+    location: str
+    expected_tokens: int | None = None
+    height: int | None = None
+    width: int | None = None
+    tokens: int | None = None
+    type: Literal["image_asset_pointer"] = "image_asset_pointer"
+
+    def __post_init__(self) -> None:
+        _check_type(self)
+        _check_format(self.format)
+        if not isinstance(self.location, str):
+            raise InvalidInputError(f"location: expected text, got {type(self.location).__name__}", field="location")
+        for name in ("expected_tokens", "height", "width", "tokens"):
+            _check_count(name, getattr(self, name))
+
+    @property
+    def length(self) -> int:
+        return _known_length(self.expected_tokens if self.expected_tokens is not None else self.tokens, "image pointer")
+
+    @property
+    def estimated_bytes(self) -> int:
+        return len(self.location)
+
+    def to_builtins(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in ("expected_tokens", "height", "width", "tokens")}
+        encoded = {"format": self.format, "location": self.location, "type": self.type}
+        return encoded | {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DmelChunk:
+    """Audio tokens in their tensor container; base64 in JSON."""
+
+    dmel: bytes
+    type: Literal["dmel"] = "dmel"
+
+    CONSTANT_MARKER: ClassVar[int] = 254
+    MAX_DTYPE: ClassVar[int] = 7
+
+    def __post_init__(self) -> None:
+        _check_type(self)
+        _set(self, "dmel", _bytes_of(self.dmel, "dmel"))
+
+    @property
+    def length(self) -> int:
+        """The first dimension, read from the container's header."""
+        position = 1 if self.dmel[:1] == bytes([self.CONSTANT_MARKER]) else 0
+        if len(self.dmel) <= position or self.dmel[position] > self.MAX_DTYPE:
+            raise InvalidInputError("dmel: not a tensor container (no dtype byte of 0 to 7 at its start)", field="dmel")
+        dimensions, position = _varint(self.dmel, position + 1)
+        if dimensions == 0:
+            raise InvalidInputError("dmel: the container holds a scalar, which has no length", field="dmel")
+        return _varint(self.dmel, position)[0]
+
+    @property
+    def estimated_bytes(self) -> int:
+        return len(self.dmel)
+
+    def to_builtins(self) -> dict[str, Any]:
+        return {"dmel": base64.b64encode(self.dmel).decode(), "type": self.type}
+
+
+ModelInputChunk: TypeAlias = EncodedTextChunk | ImageAssetPointerChunk | ImageChunk | DmelChunk
+
+_CHUNK_TYPES: Mapping[str, type[Any]] = {
+    "encoded_text": EncodedTextChunk,
+    "image": ImageChunk,
+    "image_asset_pointer": ImageAssetPointerChunk,
+    "dmel": DmelChunk,
+}
+
+
+def chunk_from_builtins(value: Any) -> ModelInputChunk:
+    """A chunk from JSON. Releases before 0.18 leave `type` out; the keys then say what it is."""
+    if not isinstance(value, Mapping):
+        raise InvalidInputError(f"expected a chunk object, got {type(value).__name__}")
+    kind = value.get("type")
+    if kind is None:
+        kind = _inferred_type(value)
+    if kind not in _CHUNK_TYPES:
+        raise InvalidInputError(f"type: {kind!r} is not a chunk type (known: {', '.join(_CHUNK_TYPES)})", field="type")
+    chunk_type = _CHUNK_TYPES[kind]
+    known = {name: value[name] for name in chunk_type.__dataclass_fields__ if value.get(name) is not None}
+    for name in ("data", "dmel"):
+        if isinstance(known.get(name), str):
+            known[name] = _from_base64(known[name], name)
+    known.pop("override_dimensions", None)
+    try:
+        chunk: ModelInputChunk = chunk_type(**known)
+    except TypeError:
+        needed = [spec.name for spec in fields(chunk_type) if spec.default is MISSING and spec.name not in known]
+        raise InvalidInputError(f"{kind} chunk lacks {' and '.join(needed)}", field=needed[0]) from None
+    return chunk
+
+
+class ModelInput(Frozen):
+    """The model's input: chunks one after another."""
+
+    __slots__ = ("chunks",)
+    chunks: list[ModelInputChunk]
+
+    def __init__(self, *, chunks: Sequence[ModelInputChunk]) -> None:
+        if not isinstance(chunks, (list, tuple)):
+            raise InvalidInputError(f"chunks: expected a list, got {type(chunks).__name__}", field="chunks")
+        self._init(chunks=[_chunk(chunk, i) for i, chunk in enumerate(chunks)])
+
+    @classmethod
+    def from_ints(cls, tokens: Sequence[int] | Array) -> Self:
+        """A text input from any sequence of token ids."""
+        return cls(chunks=[EncodedTextChunk(tokens=tokens)])
+
+    @classmethod
+    def empty(cls) -> Self:
+        return cls(chunks=[])
+
+    def append(self, chunk: ModelInputChunk) -> Self:
+        """A new input with one more chunk."""
+        return type(self)(chunks=[*self.chunks, chunk])
+
+    def append_int(self, token: int) -> Self:
+        """A new input with one more token."""
+        return self.append(EncodedTextChunk(tokens=[token]))
+
+    def to_ints(self) -> list[int]:
+        """All token ids; only for inputs that are text throughout."""
+        ints: list[int] = []
+        for i, chunk in enumerate(self.chunks):
+            if not isinstance(chunk, EncodedTextChunk):
+                raise InvalidInputError(f"chunks[{i}] is {chunk.type}; only text has token ids", field=f"chunks[{i}]")
+            ints.extend(chunk.to_ints())
+        return ints
+
+    @property
+    def length(self) -> int:
+        """Number of tokens; an image counts its expected_tokens."""
+        return sum(chunk.length for chunk in self.chunks)
+
+    @property
+    def estimated_bytes(self) -> int:
+        return sum(chunk.estimated_bytes for chunk in self.chunks)
+
+    def to_builtins(self) -> dict[str, Any]:
+        return {"chunks": [chunk.to_builtins() for chunk in self.chunks]}
+
+    @classmethod
+    def from_builtins(cls, value: Any) -> Self:
+        if not isinstance(value, Mapping) or not isinstance(value.get("chunks"), list):
+            raise InvalidInputError("expected a model input: an object with a list of chunks", field="chunks")
+        return cls(chunks=value["chunks"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ProvenanceSpan:
+    sequence_id: str
+    offset: int = 0
+    length: int
+
+    def __post_init__(self) -> None:
+        if not self.sequence_id:
+            raise InvalidInputError(f"{type(self).__name__}.sequence_id is empty", field="sequence_id")
+        for name in ("offset", "length"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise InvalidInputError(f"{type(self).__name__}.{name} must be 0 or more, got {value!r}", field=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptProvenanceSpan(_ProvenanceSpan):
+    """These tokens are `length` tokens of the prompt that led to the named sequence, from `offset` on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledProvenanceSpan(_ProvenanceSpan):
+    """These tokens are `length` sampled tokens of the named sequence, from `offset` on."""
+
+
+ProvenanceSpan: TypeAlias = PromptProvenanceSpan | SampledProvenanceSpan
+ProvenanceSpans: TypeAlias = list[ProvenanceSpan]
+
+
+class Datum(Frozen):
+    """One training example: an input and what the loss reads beside it."""
+
+    __slots__ = ("loss_fn_input_spans", "loss_fn_inputs", "model_input", "model_input_spans")
+    model_input: ModelInput
+    loss_fn_inputs: LossFnInputs
+    model_input_spans: ProvenanceSpans | None
+    loss_fn_input_spans: ProvenanceSpans | None
+
+    def __init__(
+        self,
+        model_input: ModelInput,
+        loss_fn_inputs: Mapping[str, Any] = {},
+        model_input_spans: ProvenanceSpans | None = None,
+        loss_fn_input_spans: ProvenanceSpans | None = None,
+    ) -> None:
+        if not isinstance(model_input, ModelInput):
+            raise InvalidInputError(
+                f"model_input: expected a ModelInput, got {type(model_input).__name__}; "
+                "ModelInput.from_ints(tokens) makes one",
+                field="model_input",
+            )
+        inputs = {key: _loss_input(key, value) for key, value in loss_fn_inputs.items()}
+        _check_lengths(inputs, model_input)
+        if (model_input_spans is None) != (loss_fn_input_spans is None):
+            raise InvalidInputError("model_input_spans and loss_fn_input_spans come together: set both or neither")
+        self._init(
+            model_input=model_input,
+            loss_fn_inputs=inputs,
+            model_input_spans=model_input_spans,
+            loss_fn_input_spans=loss_fn_input_spans,
+        )
+
+    def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Self:
+        """A copy that says where its tokens came from; the spans must cover input and target_tokens exactly."""
+        _check_tiling("model_input", model_input, self.model_input.length)
+        if "target_tokens" in self.loss_fn_inputs:
+            _check_tiling("loss_fn_inputs", loss_fn_inputs, len(self.loss_fn_inputs["target_tokens"]))
+        return self.replace(model_input_spans=list(model_input), loss_fn_input_spans=list(loss_fn_inputs))
+
+    @property
+    def estimated_bytes(self) -> int:
+        """What the datum takes on the binary wire, without framing."""
+        return self.model_input.estimated_bytes + sum(tensor.nbytes for tensor in self.loss_fn_inputs.values())
+
+    def to_builtins(self) -> dict[str, Any]:
+        if self.model_input_spans is not None:
+            raise InvalidInputError("provenance spans travel on the binary wire only", field="model_input_spans")
+        inputs = {}
+        for key, tensor in self.loss_fn_inputs.items():
+            try:
+                inputs[key] = tensor.to_builtins()
+            except InvalidInputError as error:
+                raise InvalidInputError(f"loss_fn_inputs[{key!r}].{error}", field=f"loss_fn_inputs[{key!r}]") from None
+        return {"model_input": self.model_input.to_builtins(), "loss_fn_inputs": inputs}
+
+    @classmethod
+    def from_builtins(cls, value: Any) -> Self:
+        if not isinstance(value, Mapping):
+            raise InvalidInputError(f"expected a datum object, got {type(value).__name__}")
+        tensors = value.get("loss_fn_inputs") or {}
+        if not isinstance(tensors, Mapping):
+            raise InvalidInputError("loss_fn_inputs: expected an object of tensors", field="loss_fn_inputs")
+        inputs = {}
+        for key, tensor in tensors.items():
+            try:
+                inputs[key] = TensorData.from_builtins(tensor)
+            except InvalidInputError as error:
+                raise InvalidInputError(f"loss_fn_inputs[{key!r}]: {error}", field=f"loss_fn_inputs[{key!r}]") from None
+        try:
+            model_input = ModelInput.from_builtins(value.get("model_input"))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"model_input: {error}", field="model_input") from None
+        return cls(model_input, inputs)
+
+
+def _chunk(chunk: Any, index: int) -> ModelInputChunk:
+    if isinstance(chunk, get_args(ModelInputChunk)):
+        return chunk  # type: ignore[no-any-return]
+    try:
+        return chunk_from_builtins(chunk)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"chunks[{index}]: {error}", field=f"chunks[{index}]") from None
+
+
+def _loss_input(key: str, value: Any) -> TensorData:
+    where = f"loss_fn_inputs[{key!r}]"
+    tensor = _tensor(key, value, where)
+    if key == "target_tokens":
+        if tensor.dtype != "int64":
+            raise InvalidInputError(f"{where}: token ids are integers, got {tensor.dtype}", field=where)
+        check_ids(tensor.array, where)
+    return tensor
+
+
+def _tensor(key: str, value: Any, where: str) -> TensorData:
+    if isinstance(value, TensorData):
+        return value
+    if is_torch_tensor(value):
+        tensor = tensor_of(torch_to_numpy(value), where)
+        return sparse_if_smaller(tensor) if key in SPARSE_KEYS else tensor
+    if isinstance(value, np.ndarray):
+        return tensor_of(value, where)
+    if key not in LIST_DTYPES:
+        raise UnknownLossInputError(
+            f"{where}: no dtype is defined for a plain list under this key (known: {', '.join(LIST_DTYPES)}); "
+            "pass a numpy array, a torch tensor or TensorData",
+            field=where,
+        )
+    if not isinstance(value, (list, tuple)):
+        kind = type(value).__name__
+        raise InvalidInputError(f"{where}: expected a list, array, tensor or TensorData, got {kind}", field=where)
+    return tensor_of(value, where, LIST_DTYPES[key])
+
+
+def _check_lengths(inputs: LossFnInputs, model_input: ModelInput) -> None:
+    per_token = {key: tensor for key, tensor in inputs.items() if key in LIST_DTYPES}
+    try:
+        expected = model_input.length
+    except InvalidInputError:  # an image of unknown size: the server knows its length, we do not
+        return
+    for key, tensor in per_token.items():
+        if len(tensor) != expected:
+            where = f"loss_fn_inputs[{key!r}]"
+            raise InvalidInputError(
+                f"{where}: has {len(tensor)} entries, but the model input has {expected} tokens; "
+                "each input token needs exactly one",
+                field=where,
+            )
+
+
+def _check_tiling(name: str, spans: Iterable[ProvenanceSpan], expected: int) -> None:
+    covered = sum(span.length for span in spans)
+    if covered != expected:
+        raise InvalidInputError(f"{name}: the spans cover {covered} positions of {expected}", field=name)
+
+
+def _inferred_type(value: Mapping[str, Any]) -> str:
+    for key, kind in (
+        ("dmel", "dmel"),
+        ("location", "image_asset_pointer"),
+        ("data", "image"),
+        ("tokens", "encoded_text"),
+    ):
+        if key in value:
+            return kind
+    raise InvalidInputError("a chunk without type needs one of the keys tokens, data, location, dmel", field="type")
+
+
+def _check_type(chunk: Any) -> None:
+    expected = type(chunk).__dataclass_fields__["type"].default
+    if chunk.type != expected:
+        raise InvalidInputError(f"type: {type(chunk).__name__} is {expected!r}, not {chunk.type!r}", field="type")
+
+
+def _check_format(value: Any) -> None:
+    if value not in get_args(ImageFormat):
+        raise InvalidInputError(f"format: {value!r} is not supported (allowed: png, jpeg)", field="format")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise InvalidInputError(f"{name}: expected a count of 0 or more, got {value!r}", field=name)
+
+
+def _bytes_of(value: Any, name: str) -> bytes:
+    if isinstance(value, str):
+        return _from_base64(value, name)
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise InvalidInputError(f"{name}: expected bytes, got {type(value).__name__}", field=name)
+    return bytes(value)
+
+
+def _from_base64(text: str, name: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidInputError(f"{name}: not valid base64", field=name) from None
+
+
+def _known_length(tokens: int | None, kind: str) -> int:
+    if tokens is None:
+        raise InvalidInputError(
+            f"the length of an {kind} chunk is known only with expected_tokens", field="expected_tokens"
+        )
+    return tokens
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    for byte in data[position : position + 10]:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        position += 1
+        if byte < 0x80:
+            return value, position
+    raise InvalidInputError("dmel: the container's header is cut off or its numbers are too long", field="dmel")

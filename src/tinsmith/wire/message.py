@@ -1,0 +1,217 @@
+"""Base classes of the wire messages.
+
+Owns: strict construction, tolerant reading, and the difference between None and not-given.
+Does not know: any particular message, HTTP, protobuf.
+
+- Building a message checks everything: an unknown field or a wrong type is an InvalidInputError that names it.
+- Reading one (`tinsmith.wire.json_codec`) ignores unknown fields and fills defaults.
+- An optional field whose default is NOT_GIVEN is left out of the JSON when it was not given and written as `null` when
+  it was given as None. Reading the attribute yields None in both cases, which is what users' `is None` checks expect;
+  `is_given(message, name)` tells them apart, and the two messages are not equal.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from types import MemberDescriptorType
+from typing import Annotated, Any, Self, TypeAlias, TypeVar, cast
+
+import msgspec
+
+from tinsmith.errors import InvalidInputError, UnknownFieldError
+
+NOT_GIVEN: Any = msgspec.UNSET
+"""Default of an optional field that stays off the wire. Typed Any so that a field's annotation is what readers get."""
+
+T = TypeVar("T")
+
+SeqId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A sequence number: 64 bits, because cloned samplers count in blocks of 10**9."""
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+PositiveInt: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+
+
+def since(version: str) -> msgspec.Meta:
+    """Marks a field with the release that brought it; encoding for an older server leaves it out."""
+    return msgspec.Meta(extra={"since": version})
+
+
+def dec_hook(type_: type[T], value: Any) -> T:
+    """Build one of our numpy-backed types from decoded JSON."""
+    from_builtins: Callable[[Any], T] | None = getattr(type_, "from_builtins", None)
+    if from_builtins is None:
+        raise NotImplementedError(f"{type_!r} is not a wire type")
+    return value if isinstance(value, type_) else from_builtins(value)
+
+
+def enc_hook(value: Any) -> Any:
+    """Reduce one of our numpy-backed types to what JSON has."""
+    to_builtins = getattr(value, "to_builtins", None)
+    if to_builtins is None:
+        raise NotImplementedError(f"{type(value)!r} cannot be sent as JSON")
+    return to_builtins()
+
+
+class MessageMeta(msgspec.StructMeta):
+    """Makes construction strict, and not-given fields read as None."""
+
+    def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> MessageMeta:
+        cls = super().__new__(mcls, name, bases, namespace, **options)
+        for spec in msgspec.structs.fields(cast(Any, cls)):
+            member = cls.__dict__.get(spec.name)
+            if spec.default is msgspec.UNSET and isinstance(member, MemberDescriptorType):
+                type.__setattr__(cls, spec.name, property(_none_if_not_given(member)))
+        return cls
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        struct = cast(Any, cls)
+        values = _bind(struct, args, kwargs)
+        try:
+            return msgspec.convert(values, struct, dec_hook=dec_hook)
+        except msgspec.ValidationError as error:
+            plain = {key: _plain_scalars(value) for key, value in values.items()}
+            try:
+                return msgspec.convert(plain, struct, dec_hook=dec_hook)
+            except msgspec.ValidationError:
+                raise InvalidInputError(f"{cls.__name__}: {describe(error)}", field=field_of(error)) from None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, metaclass=MessageMeta):
+    """A frozen wire message."""
+
+    def model_dump(self, *, mode: str = "python", exclude_none: bool = False, **_: Any) -> dict[str, Any]:
+        """The fields as plain Python values; the name is the one that programs written for pydantic models call."""
+        dumped: dict[str, Any] = _dump(self, plain=mode == "json", exclude_none=exclude_none)
+        return dumped
+
+    def model_dump_json(self, **_: Any) -> str:
+        """The message as JSON text."""
+        return msgspec.json.encode(self, enc_hook=enc_hook).decode()
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, **_: Any) -> Self:
+        """A copy with some fields replaced."""
+        names = zip(self.__struct_encode_fields__, self.__struct_fields__, strict=True)
+        values = {wire_name: raw(self, name) for wire_name, name in names}
+        return type(self)(**(values | dict(update or {})))
+
+    @classmethod
+    def model_validate(cls, value: Any, **_: Any) -> Self:
+        """Read plain values as a server's answer would be read: unknown fields are ignored."""
+        try:
+            return msgspec.convert(value, cls, dec_hook=dec_hook)
+        except msgspec.ValidationError as error:
+            raise InvalidInputError(f"{cls.__name__}: {describe(error)}", field=field_of(error)) from None
+
+
+class Tagged(Message, frozen=True, kw_only=True, tag_field="type"):
+    """A member of a discriminated union: its `type` literal always travels."""
+
+    @property
+    def type(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
+def raw(message: msgspec.Struct, name: str) -> Any:
+    """The stored value of a field: NOT_GIVEN where the attribute would read None."""
+    for cls in type(message).__mro__:
+        descriptor = cls.__dict__.get(name)
+        if isinstance(descriptor, property) and descriptor.fget is not None:
+            return getattr(descriptor.fget, "stored", descriptor.fget)(message)
+        if descriptor is not None:
+            return descriptor.__get__(message)
+    raise AttributeError(name)
+
+
+def is_given(message: msgspec.Struct, name: str) -> bool:
+    """Whether an optional field was given, be it as None."""
+    return raw(message, name) is not NOT_GIVEN
+
+
+def store(message: msgspec.Struct, name: str, value: Any) -> None:
+    """Set a field of a message that is being built (`__post_init__` only: messages are frozen)."""
+    for cls in type(message).__mro__:
+        descriptor = cls.__dict__.get(name)
+        if descriptor is not None:
+            getattr(getattr(descriptor, "fget", None), "set_stored", descriptor.__set__)(message, value)
+            return
+    raise AttributeError(name)
+
+
+def describe(error: msgspec.ValidationError) -> str:
+    """msgspec's text without the JSON-path decoration at its end, the field first."""
+    text, _, path = str(error).rpartition(" - at `$")
+    where = path.rstrip("`").lstrip(".")
+    return f"{where}: {text}" if text and where else str(error)
+
+
+def field_of(error: msgspec.ValidationError) -> str | None:
+    """The path of the field that a validation error is about."""
+    _, _, path = str(error).rpartition(" - at `$")
+    return path.rstrip("`").lstrip(".") or None
+
+
+def _none_if_not_given(member: MemberDescriptorType) -> Callable[[Any], Any]:
+    stored = member.__get__
+
+    def read(message: Any) -> Any:
+        value = stored(message)
+        return None if value is msgspec.UNSET else value
+
+    read.stored = stored  # type: ignore[attr-defined]
+    read.set_stored = member.__set__  # type: ignore[attr-defined]
+    return read
+
+
+def _dump(value: Any, *, plain: bool, exclude_none: bool) -> Any:
+    if isinstance(value, Message):
+        fields = {name: getattr(value, name) for name in value.__struct_fields__}
+        config = value.__struct_config__
+        if config.tag_field is not None:
+            fields[config.tag_field] = config.tag
+        value = fields
+    if isinstance(value, Mapping):
+        return {
+            key: _dump(item, plain=plain, exclude_none=exclude_none)
+            for key, item in value.items()
+            if not (exclude_none and item is None)
+        }
+    if isinstance(value, (list, tuple)):
+        return [_dump(item, plain=plain, exclude_none=exclude_none) for item in value]
+    if hasattr(value, "to_builtins"):
+        return value.to_builtins()
+    return msgspec.to_builtins(value) if plain else value
+
+
+def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by field name, not-given ones dropped."""
+    names = cls.__struct_encode_fields__
+    if len(args) > len(names):
+        raise UnknownFieldError(f"{cls.__name__} has {len(names)} fields, got {len(args)} values")
+    tag, tag_field = cls.__struct_config__.tag, cls.__struct_config__.tag_field
+    values = {}
+    for name, value in (dict(zip(names, args, strict=False)) | kwargs).items():
+        if name == tag_field and tag is not None:
+            if value != tag:
+                raise InvalidInputError(f"{cls.__name__}: {name} is {tag!r}, not {value!r}", field=name)
+        elif name not in names:
+            raise UnknownFieldError(f"{cls.__name__} has no field {name!r}{_suggest(name, cls)}", field=name)
+        elif value is not msgspec.UNSET:
+            values[name] = value
+    return values
+
+
+def _suggest(name: str, cls: Any) -> str:
+    close = difflib.get_close_matches(name, cls.__struct_encode_fields__, n=1)
+    known = ", ".join(cls.__struct_encode_fields__) or "none"
+    return f"; did you mean {close[0]!r}? It has: {known}" if close else f"; it has: {known}"
+
+
+def _plain_scalars(value: Any) -> Any:
+    """numpy and other scalars that know their Python value (`item`), tuples that stand for lists."""
+    if isinstance(value, (list, tuple)):
+        return [_plain_scalars(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain_scalars(item) for key, item in value.items()}
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value

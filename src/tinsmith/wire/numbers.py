@@ -1,0 +1,234 @@
+"""Python numbers to numpy, exactly or not at all.
+
+Owns: the checks that turn user sequences into int64 and float32 arrays, each naming the offending position.
+Does not know: which field the numbers belong to (the caller passes its name for the message).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from tinsmith.errors import InvalidInputError, PrecisionWarning
+
+Array: TypeAlias = npt.NDArray[Any]
+
+MAX_TOKEN_ID = 2**31 - 1
+"""Token ids travel as int32."""
+
+TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
+_INT64: np.dtype[Any] = np.dtype("<i8")
+_FLOAT32: np.dtype[Any] = np.dtype("<f4")
+
+
+def int_array(values: Any, where: str) -> Array:
+    """Any sequence of integers as a read-only int64 (or narrower, if it was an array) array of the same shape."""
+    if isinstance(values, np.ndarray):
+        return _checked_int_array(values, where)
+    if isinstance(values, (list, tuple)) and values and isinstance(values[0], (list, tuple, np.ndarray)):
+        return _stack(values, where, int_array)
+    try:
+        checked = msgspec.convert(values, list[int]) if isinstance(values, (list, tuple)) else None
+        if checked is not None:
+            return np.frombuffer(struct.pack(f"<{len(checked)}q", *checked), _INT64)
+    except (msgspec.ValidationError, struct.error):
+        pass
+    return _slow_int_array(values, where)
+
+
+def float_array(values: Any, where: str) -> Array:
+    """Any sequence of numbers as a float32 array of the same shape."""
+    if isinstance(values, np.ndarray):
+        return _as_float32(values, where)
+    if isinstance(values, (list, tuple)) and values and isinstance(values[0], (list, tuple, np.ndarray)):
+        return _stack(values, where, float_array)
+    try:
+        checked = msgspec.convert(values, list[float]) if isinstance(values, (list, tuple)) else None
+        if checked is not None:
+            return _float32_of(checked, where)
+    except msgspec.ValidationError:
+        pass
+    return _slow_float_array(values, where)
+
+
+def token_ids(values: Any, where: str) -> list[int] | Array:
+    """Token ids, checked: a list is copied, a numpy array kept as it is."""
+    if isinstance(values, (list, tuple)):
+        try:
+            return msgspec.convert(values, list[TokenId])
+        except msgspec.ValidationError:
+            pass
+    array = int_array(values, where)
+    if array.ndim != 1:
+        raise InvalidInputError(f"{where}: expected a flat sequence of token ids, got shape {array.shape}", field=where)
+    check_ids(array, where)
+    return array
+
+
+def int32_bytes(tokens: Sequence[int] | Array) -> bytes | memoryview:
+    """Checked token ids as little-endian int32."""
+    if isinstance(tokens, np.ndarray):
+        return np.ascontiguousarray(tokens, "<i4").data.cast("B") if tokens.size else b""
+    return struct.pack(f"<{len(tokens)}i", *tokens)
+
+
+def check_ids(array: Array, where: str) -> None:
+    """Refuse ids that no vocabulary can have, naming the first one."""
+    if array.size == 0:
+        return
+    # Seen as unsigned, a negative id is a huge one: a single pass finds both kinds.
+    unsigned = array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "i" else array
+    if unsigned.max() > MAX_TOKEN_ID or (array.dtype.itemsize < 4 and array.min() < 0):
+        index = np.argwhere((array < 0) | (array > MAX_TOKEN_ID))[0]
+        value = array[tuple(index)]
+        raise InvalidInputError(
+            f"{where}{_index(index)}: {value} is not a token id (allowed: 0 to {MAX_TOKEN_ID})", field=where
+        )
+
+
+def torch_to_numpy(tensor: Any) -> Array:
+    """A torch tensor's values as numpy; bfloat16 and half widen exactly to float32."""
+    tensor = tensor.detach().cpu()
+    if tensor.is_sparse or str(tensor.layout) != "torch.strided":
+        tensor = tensor.to_dense()
+    if str(tensor.dtype) in ("torch.bfloat16", "torch.float16"):
+        tensor = tensor.float()
+    array: Array = tensor.contiguous().numpy()
+    return array
+
+
+def is_torch_tensor(value: Any) -> bool:
+    """Whether a value is a torch tensor, without importing torch."""
+    return any(base.__module__ == "torch" and base.__name__ == "Tensor" for base in type(value).__mro__)
+
+
+def _checked_int_array(values: Array, where: str) -> Array:
+    kind = values.dtype.kind
+    if kind == "i":
+        return values
+    if kind == "u":
+        if values.dtype.itemsize == 8 and values.size and values.max() > np.iinfo(np.int64).max:
+            index = np.argwhere(values > np.iinfo(np.int64).max)[0]
+            raise InvalidInputError(
+                f"{where}{_index(index)}: {values[tuple(index)]} does not fit int64, the widest the wire has",
+                field=where,
+            )
+        return values.astype(np.int64)
+    if kind == "O":
+        return _slow_int_array(values.tolist(), where)
+    if values.size == 0:
+        return values.astype(np.int64)
+    hint = "; pass .astype(int) if that is meant" if kind in "bf" else ""
+    raise InvalidInputError(f"{where}: expected integers, got an array of {values.dtype}{hint}", field=where)
+
+
+def _as_float32(values: Array, where: str) -> Array:
+    kind = values.dtype.kind
+    if kind == "f" and values.dtype.itemsize <= 4:
+        return values.astype(np.float32, copy=False)
+    if kind in "fiu":
+        with np.errstate(over="ignore"):
+            rounded = values.astype(np.float32)
+        overflown = np.isfinite(values) & ~np.isfinite(rounded)
+        if overflown.any():
+            index = np.argwhere(overflown)[0]
+            _too_large(values[tuple(index)], f"{where}{_index(index)}")
+        lost = rounded.astype(np.float64) != values
+        if kind == "f":
+            lost &= ~np.isnan(values)
+        if lost.any():
+            _warn_rounded(where, int(lost.sum()), values)
+        return rounded
+    if kind == "O":
+        return _slow_float_array(values.tolist(), where)
+    hint = "; pass .astype(np.float32) if that is meant" if kind == "b" else ""
+    raise InvalidInputError(f"{where}: expected numbers, got an array of {values.dtype}{hint}", field=where)
+
+
+def _warn_rounded(where: str, count: int, values: Array) -> None:
+    warnings.warn(
+        f"{where}: {count} of {values.size} {values.dtype} values were rounded to float32, the only float type on the "
+        "wire; convert them yourself to silence this",
+        PrecisionWarning,
+        stacklevel=_callers_level(),
+    )
+
+
+def _callers_level() -> int:
+    """The stack level, for `warnings.warn`, of the first frame outside this package."""
+    level, frame = 0, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tinsmith."):
+        level, frame = level + 1, frame.f_back
+    return level + 1
+
+
+def _stack(rows: Sequence[Any], where: str, convert: Any) -> Array:
+    arrays = [convert(row, f"{where}[{i}]") for i, row in enumerate(rows)]
+    for i, array in enumerate(arrays):
+        if array.shape != arrays[0].shape:
+            raise InvalidInputError(
+                f"{where}: rows must be equally long, but row 0 has shape {arrays[0].shape} and row {i} {array.shape}",
+                field=where,
+            )
+    return np.stack(arrays)
+
+
+def _slow_int_array(values: Any, where: str) -> Array:
+    """One by one: numpy integers are welcome, everything else is named."""
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+        raise InvalidInputError(f"{where}: expected a sequence of integers, got {type(values).__name__}", field=where)
+    integers = [_integer(value, f"{where}[{i}]") for i, value in enumerate(values)]
+    return np.array(integers, np.int64)
+
+
+def _integer(value: Any, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise InvalidInputError(f"{where}: expected an integer, got {_shown(value)}", field=where)
+    number = int(value)
+    if not -(2**63) <= number < 2**63:
+        raise InvalidInputError(f"{where}: {number} does not fit int64", field=where)
+    return number
+
+
+def _slow_float_array(values: Any, where: str) -> Array:
+    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
+        raise InvalidInputError(f"{where}: expected a sequence of numbers, got {type(values).__name__}", field=where)
+    numbers: list[float] = []
+    for i, value in enumerate(values):
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
+            raise InvalidInputError(f"{where}[{i}]: expected a number, got {_shown(value)}", field=where)
+        if isinstance(value, int) and abs(value) > _FLOAT32_MAX:  # float() of it could overflow
+            _too_large(value, f"{where}[{i}]")
+        numbers.append(float(value))
+    return _float32_of(numbers, where)
+
+
+def _float32_of(numbers: list[float], where: str) -> Array:
+    try:
+        return np.frombuffer(struct.pack(f"<{len(numbers)}f", *numbers), _FLOAT32)
+    except OverflowError:
+        index = next(i for i, value in enumerate(numbers) if math.isfinite(value) and abs(value) > _FLOAT32_MAX)
+        _too_large(numbers[index], f"{where}[{index}]")
+
+
+def _too_large(value: float, where: str) -> NoReturn:
+    raise InvalidInputError(f"{where}: {value} does not fit float32 (largest: {_FLOAT32_MAX:.6g})", field=where)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 40 else text[:37] + '...'}"
+
+
+def _index(index: Any) -> str:
+    return "".join(f"[{int(i)}]" for i in index)

@@ -1,0 +1,413 @@
+"""ForwardBackwardRequest and ForwardBackwardOutput as protobuf."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any, cast, get_args
+
+import numpy as np
+
+from tinsmith.errors import InvalidInputError, WireError
+from tinsmith.wire.inputs import (
+    Datum,
+    DmelChunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ImageDimensions,
+    ModelInput,
+    ModelInputChunk,
+    PromptProvenanceSpan,
+    ProvenanceSpan,
+    ProvenanceSpans,
+    SampledProvenanceSpan,
+)
+from tinsmith.wire.message import NOT_GIVEN
+from tinsmith.wire.numbers import Array, int32_bytes
+from tinsmith.wire.protobuf import (
+    DTYPE_NUMBERS,
+    MAX_ITEMS,
+    Field,
+    Message,
+    array_bytes,
+    as_array,
+    as_bytes,
+    as_double,
+    as_int,
+    as_ints,
+    as_text,
+    check_count,
+    read_entry,
+    read_fields,
+    read_tensor,
+    tensor_message,
+    widen,
+)
+from tinsmith.wire.tensors import NUMPY_DTYPES, TensorData, TensorDtype
+from tinsmith.wire.training import (
+    ForwardBackwardInput,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    LossFnOutput,
+    LossFnType,
+)
+
+_INT32 = np.dtype("<i4")
+_MAX_INT32 = 2**31 - 1
+
+
+def encode_request(request: ForwardBackwardRequest) -> bytes:
+    """The body of POST forward_backward."""
+    work = request.forward_backward_input
+    message = Message()
+    message.text(1, request.model_id)
+    if request.seq_id:
+        if request.seq_id > _MAX_INT32:
+            raise InvalidInputError(f"seq_id: {request.seq_id} does not fit the wire's 32 bits", field="seq_id")
+        message.number(2, request.seq_id)
+    for i, datum in enumerate(work.data):
+        try:
+            message.message(3, _datum_message(datum))
+        except InvalidInputError as error:
+            raise InvalidInputError(f"data[{i}]: {error}", field=f"data[{i}]") from None
+    message.text(4, work.loss_fn)
+    for name, value in (work.loss_fn_config or {}).items():
+        _write_config(message, name, value)
+    if request.forward_only:
+        message.number(6, 1)
+    return message.encode()
+
+
+def decode_request(body: bytes | memoryview, max_datums: int = MAX_ITEMS) -> ForwardBackwardRequest:
+    """The request in a body; token and tensor data are views of it."""
+    model_id, seq_id, loss_fn, forward_only = "", 0, "", False
+    data: list[Datum] = []
+    numbers: dict[str, float | str] = {}
+    values: dict[str, float | str] = {}
+    for number, kind, value in read_fields(memoryview(body), "ForwardBackwardRequest"):
+        if number == 1:
+            model_id = as_text(value, kind, "model_id")
+        elif number == 2:
+            seq_id = as_int(value, kind, "seq_id", 32)
+        elif number == 3:
+            check_count(len(data) + 1, max_datums, "data")
+            data.append(_read_datum(as_bytes(value, kind, "data"), f"data[{len(data)}]"))
+        elif number == 4:
+            loss_fn = as_text(value, kind, "loss_fn")
+        elif number == 5:
+            key, inner_kind, inner = read_entry(value, kind, "loss_fn_config")
+            numbers[key] = 0.0 if inner_kind is None else as_double(inner, inner_kind, f"loss_fn_config[{key!r}]")
+        elif number == 6:
+            forward_only = bool(as_int(value, kind, "forward_only"))
+        elif number == 7:
+            key, inner_kind, inner = read_entry(value, kind, "loss_fn_config_v2")
+            values[key] = _read_config_value(key, inner_kind, inner)
+    if loss_fn not in get_args(LossFnType):
+        known = ", ".join(get_args(LossFnType))
+        raise WireError(f"loss_fn: {loss_fn!r} is not a loss (known: {known})", field="loss_fn")
+    try:
+        return ForwardBackwardRequest(
+            forward_backward_input=ForwardBackwardInput(
+                data=data, loss_fn=cast(LossFnType, loss_fn), loss_fn_config=(numbers | values) or NOT_GIVEN
+            ),
+            model_id=model_id,
+            seq_id=seq_id or NOT_GIVEN,
+            forward_only=True if forward_only else NOT_GIVEN,
+        )
+    except InvalidInputError as error:
+        raise WireError(str(error), field=error.field) from None
+
+
+def encode_output(output: ForwardBackwardOutput) -> bytes:
+    """The result of a forward_backward; datums alike in fields and trailing shapes share a record."""
+    message = Message()
+    message.text(1, output.loss_fn_output_type)
+    for group in _groups(output.loss_fn_outputs):
+        message.message(2, _record_message(group))
+    for name, value in output.metrics.items():
+        entry = Message()
+        entry.text(1, name)
+        entry.double(2, value)
+        message.message(3, entry)
+    return message.encode()
+
+
+def decode_output(body: bytes | memoryview, max_datums: int = MAX_ITEMS) -> ForwardBackwardOutput:
+    """The result in a body; tensors are views of it."""
+    output_type, has_records = "", False
+    outputs: list[LossFnOutput] = []
+    metrics: dict[str, float] = {}
+    for number, kind, value in read_fields(memoryview(body), "ForwardBackwardOutput"):
+        if number == 1:
+            output_type = as_text(value, kind, "loss_fn_output_type")
+        elif number == 2:
+            has_records = True
+            outputs.extend(_read_record(as_bytes(value, kind, "loss_fn_outputs"), max_datums - len(outputs)))
+        elif number == 3:
+            key, inner_kind, inner = read_entry(value, kind, "metrics")
+            metrics[key] = 0.0 if inner_kind is None else as_double(inner, inner_kind, f"metrics[{key!r}]")
+    if has_records:
+        output_type = output_type.rsplit(":", 1)[-1]
+    return ForwardBackwardOutput(output_type or ("" if has_records else "ArrayRecord"), outputs, metrics)
+
+
+def _datum_message(datum: Datum) -> Message:
+    message = Message()
+    for i, chunk in enumerate(datum.model_input.chunks):
+        message.message(1, _chunk_message(chunk, i))
+    for key, tensor in datum.loss_fn_inputs.items():
+        message.entry(2, key, tensor_message(tensor))
+    for span in datum.model_input_spans or ():
+        message.message(3, _span_message(span))
+    for span in datum.loss_fn_input_spans or ():
+        message.message(4, _span_message(span))
+    return message
+
+
+def _chunk_message(chunk: ModelInputChunk, index: int) -> Message:
+    inner, message = Message(), Message()
+    if isinstance(chunk, EncodedTextChunk):
+        inner.blob(1, int32_bytes(chunk.tokens))
+        message.message(1, inner)
+    elif isinstance(chunk, ImageChunk):
+        inner.blob(1, chunk.data)
+        inner.text(2, chunk.format)
+        expected = chunk.expected_tokens if chunk.expected_tokens is not None else chunk.tokens
+        if expected is not None:
+            inner.number(3, expected)
+        if chunk.override_dimensions is not None:
+            dimensions = Message()
+            dimensions.number(1, chunk.override_dimensions.width)
+            dimensions.number(2, chunk.override_dimensions.height)
+            inner.message(4, dimensions)
+        message.message(2, inner)
+    elif isinstance(chunk, DmelChunk):
+        inner.blob(1, chunk.dmel)
+        message.message(3, inner)
+    else:
+        assert isinstance(chunk, ImageAssetPointerChunk)
+        raise InvalidInputError(
+            f"chunks[{index}]: an image_asset_pointer cannot be trained on (the binary wire has none); "
+            "load the image and send an ImageChunk",
+            field=f"chunks[{index}]",
+        )
+    return message
+
+
+def _span_message(span: ProvenanceSpan) -> Message:
+    inner, message = Message(), Message()
+    inner.text(1, span.sequence_id)
+    if span.offset:
+        inner.number(2, span.offset)
+    if span.length:
+        inner.number(3, span.length)
+    message.message(1 if isinstance(span, PromptProvenanceSpan) else 2, inner)
+    return message
+
+
+def _write_config(message: Message, name: str, value: float | str) -> None:
+    """Numbers go into both maps, for servers that know only the first; texts into the second."""
+    typed = Message()
+    if isinstance(value, str):
+        typed.text(2, value)
+    else:
+        typed.double(1, value)
+        entry = Message()
+        entry.text(1, name)
+        entry.double(2, value)
+        message.message(5, entry)
+    message.entry(7, name, typed)
+
+
+def _read_config_value(key: str, kind: int | None, value: Any) -> float | str:
+    where = f"loss_fn_config_v2[{key!r}]"
+    result: float | str | None = None
+    if kind is not None:
+        for number, inner_kind, inner in read_fields(as_bytes(value, kind, where), where):
+            if number == 1:
+                result = as_double(inner, inner_kind, where)
+            elif number == 2:
+                result = as_text(inner, inner_kind, where)
+    if result is None:
+        raise WireError(f"{where}: holds neither a number nor a text", field=where)
+    return result
+
+
+def _read_datum(data: memoryview, where: str) -> Datum:
+    chunks: list[ModelInputChunk] = []
+    inputs: dict[str, TensorData] = {}
+    input_spans: ProvenanceSpans = []
+    loss_spans: ProvenanceSpans = []
+    for number, kind, value in read_fields(data, where):
+        if number == 1:
+            chunks.append(_read_chunk(as_bytes(value, kind, where), f"{where}.model_input.chunks[{len(chunks)}]"))
+        elif number == 2:
+            key, inner_kind, inner = read_entry(value, kind, f"{where}.loss_fn_inputs")
+            inside = f"{where}.loss_fn_inputs[{key!r}]"
+            inputs[key] = read_tensor(as_bytes(inner, 2 if inner_kind is None else inner_kind, inside), inside)
+        elif number == 3:
+            input_spans.append(_read_span(as_bytes(value, kind, where), f"{where}.model_input_spans"))
+        elif number == 4:
+            loss_spans.append(_read_span(as_bytes(value, kind, where), f"{where}.loss_fn_input_spans"))
+    has_spans = bool(input_spans or loss_spans)
+    try:
+        return Datum(
+            ModelInput(chunks=chunks), inputs, input_spans if has_spans else None, loss_spans if has_spans else None
+        )
+    except InvalidInputError as error:
+        raise WireError(f"{where}: {error}", field=f"{where}.{error.field}" if error.field else where) from None
+
+
+def _read_chunk(data: memoryview, where: str) -> ModelInputChunk:
+    chunk: ModelInputChunk | None = None
+    for number, kind, value in read_fields(data, where):
+        if number not in (1, 2, 3):
+            continue
+        inner = list(read_fields(as_bytes(value, kind, where), where))
+        try:
+            chunk = (_read_text, _read_image, _read_dmel)[number - 1](inner, where)
+        except InvalidInputError as error:
+            raise WireError(f"{where}: {error}", field=where) from None
+    if chunk is None:
+        raise WireError(f"{where}: a chunk of no known kind (encoded_text, image, dmel)", field=where)
+    return chunk
+
+
+def _read_text(fields: list[Field], where: str) -> EncodedTextChunk:
+    tokens: Array = np.empty(0, _INT32)
+    for number, kind, value in fields:
+        if number == 1:
+            tokens = as_array(value, kind, f"{where}.tokens", _INT32)
+    return EncodedTextChunk(tokens=tokens)
+
+
+def _read_image(fields: list[Field], where: str) -> ImageChunk:
+    data, image_format, expected, dimensions = b"", "", None, None
+    for number, kind, value in fields:
+        if number == 1:
+            data = bytes(as_bytes(value, kind, where))
+        elif number == 2:
+            image_format = as_text(value, kind, where)
+        elif number == 3:
+            expected = as_int(value, kind, f"{where}.expected_tokens", 32)
+        elif number == 4:
+            sizes = {n: as_int(v, k, where) for n, k, v in read_fields(as_bytes(value, kind, where), where)}
+            dimensions = ImageDimensions(width=sizes.get(1, 0), height=sizes.get(2, 0))
+    return ImageChunk(data=data, format=image_format, expected_tokens=expected, override_dimensions=dimensions)  # type: ignore[arg-type]
+
+
+def _read_dmel(fields: list[Field], where: str) -> DmelChunk:
+    data = b""
+    for number, kind, value in fields:
+        if number == 1:
+            data = bytes(as_bytes(value, kind, where))
+    return DmelChunk(dmel=data)
+
+
+def _read_span(data: memoryview, where: str) -> ProvenanceSpan:
+    for number, kind, value in read_fields(data, where):
+        if number in (1, 2):
+            sequence_id, offset, length = "", 0, 0
+            for inner_number, inner_kind, inner in read_fields(as_bytes(value, kind, where), where):
+                if inner_number == 1:
+                    sequence_id = as_text(inner, inner_kind, where)
+                elif inner_number == 2:
+                    offset = as_int(inner, inner_kind, where)
+                elif inner_number == 3:
+                    length = as_int(inner, inner_kind, where)
+            span_type = PromptProvenanceSpan if number == 1 else SampledProvenanceSpan
+            try:
+                return span_type(sequence_id=sequence_id, offset=offset, length=length)
+            except InvalidInputError as error:
+                raise WireError(f"{where}: {error}", field=where) from None
+    raise WireError(f"{where}: a span of no known kind", field=where)
+
+
+def _layout(output: LossFnOutput) -> dict[str, tuple[TensorDtype, tuple[int, ...]]]:
+    return {name: (tensor.dtype, tensor.array.shape[1:]) for name, tensor in output.items()}
+
+
+def _groups(outputs: list[LossFnOutput]) -> Iterator[list[LossFnOutput]]:
+    group: list[LossFnOutput] = []
+    for output in outputs:
+        if group and _layout(group[0]) != _layout(output):
+            yield group
+            group = []
+        group.append(output)
+    if group:
+        yield group
+
+
+def _record_message(group: list[LossFnOutput]) -> Message:
+    record = Message()
+    for name, (dtype, trailing) in _layout(group[0]).items():
+        tensors = [output[name] for output in group]
+        offsets = np.cumsum([0, *(tensor.array.nbytes for tensor in tensors)])
+        data = b"".join(array_bytes(tensor.array, NUMPY_DTYPES[dtype]) for tensor in tensors)
+        batched = Message()
+        batched.blob(1, data)
+        batched.blob(2, array_bytes(offsets, NUMPY_DTYPES["int64"]))
+        batched.number(3, DTYPE_NUMBERS[dtype])
+        batched.packed(4, list(trailing))
+        record.entry(2, name, batched)
+    record.number(3, len(group))
+    return record
+
+
+def _read_record(data: memoryview, max_datums: int) -> list[LossFnOutput]:
+    columns: dict[str, list[TensorData]] = {}
+    count = 0
+    for number, kind, value in read_fields(data, "loss_fn_outputs"):
+        if number == 2:
+            name, inner_kind, inner = read_entry(value, kind, "loss_fn_outputs")
+            where = f"loss_fn_outputs[{name!r}]"
+            columns[name] = _read_batched(as_bytes(inner, 2 if inner_kind is None else inner_kind, where), where)
+        elif number == 3:
+            count = as_int(value, kind, "num_datums")
+    count = count or (len(next(iter(columns.values()))) if columns else 0)
+    check_count(count, max_datums, "loss_fn_outputs")
+    for name, tensors in columns.items():
+        if len(tensors) != count:
+            where = f"loss_fn_outputs[{name!r}]"
+            raise WireError(f"{where}: {len(tensors)} entries for {count} datums", field=where)
+    names = list(columns)
+    if not names:
+        return [{} for _ in range(count)]
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _read_batched(data: memoryview, where: str) -> list[TensorData]:
+    values, offsets, dtype_number, trailing = memoryview(b""), np.empty(0, np.int64), 0, []
+    for number, kind, value in read_fields(data, where):
+        if number == 1:
+            values = as_bytes(value, kind, where)
+        elif number == 2:
+            offsets = as_array(value, kind, f"{where}.offsets", NUMPY_DTYPES["int64"])
+        elif number == 3:
+            dtype_number = as_int(value, kind, f"{where}.dtype", 32)
+        elif number == 4:
+            trailing += as_ints(value, kind, f"{where}.trailing_shape")
+            check_count(len(trailing), 8, f"{where}.trailing_shape")
+    if len(offsets) == 0:
+        return []
+    dtype, array = widen(values, dtype_number, where)
+    item_bytes = len(values) // array.size if array.size else 1
+    row = math.prod(trailing) if trailing else 1
+    if min(trailing, default=0) < 0:
+        raise WireError(f"{where}.trailing_shape: {trailing} has a negative entry", field=where)
+    _check_offsets(offsets, len(values), max(row, 1) * item_bytes, where)
+    bounds = (offsets // item_bytes).tolist()
+    views = [array[start:stop] for start, stop in itertools.pairwise(bounds)]
+    if not trailing:
+        return [TensorData.of_array(view, dtype, [view.size]) for view in views]
+    shapes = [[view.size // row if row else 0, *trailing] for view in views]
+    return [TensorData.of_array(view.reshape(shape), dtype, shape) for view, shape in zip(views, shapes, strict=True)]
+
+
+def _check_offsets(offsets: Array, total: int, row_bytes: int, where: str) -> None:
+    if offsets[0] < 0 or offsets[-1] > total or (np.diff(offsets) < 0).any():
+        raise WireError(f"{where}.offsets: must rise within the {total} bytes of data", field=where)
+    if (offsets % row_bytes).any():
+        raise WireError(f"{where}.offsets: must be multiples of {row_bytes} bytes, one row", field=where)

@@ -1,0 +1,296 @@
+"""The protobuf wire format, and the Tensor message that requests and results share.
+
+Hand-written: our few messages are mostly arrays, which travel from numpy to the body in one copy and come back as views
+(bench/wire.py has the comparison with the library). Checked against the official descriptor by tests/contract.
+Does not know: the other messages (`proto_training`, `proto_sampling`), HTTP, compression.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from tinsmith.errors import InvalidInputError, LimitExceededError, WireError
+from tinsmith.wire.numbers import Array
+from tinsmith.wire.tensors import NUMPY_DTYPES, TensorData, TensorDtype
+
+Part: TypeAlias = bytes | memoryview
+Value: TypeAlias = int | memoryview
+Field: TypeAlias = tuple[int, int, Value]
+
+VARINT: Final = 0
+FIXED64: Final = 1
+BYTES: Final = 2
+FIXED32: Final = 5
+
+MAX_ITEMS = 1_000_000
+"""Entries of one repeated field: two bytes on the wire can ask for an object of hundreds."""
+
+FLOAT32, INT64, INT32, BFLOAT16 = 1, 2, 3, 4
+_DTYPES: dict[int, tuple[TensorDtype, np.dtype[Any]]] = {
+    FLOAT32: ("float32", np.dtype("<f4")),
+    INT64: ("int64", np.dtype("<i8")),
+    INT32: ("int64", np.dtype("<i4")),
+    BFLOAT16: ("float32", np.dtype("<u2")),
+}
+DTYPE_NUMBERS: dict[TensorDtype, int] = {"float32": FLOAT32, "int64": INT64}
+
+
+class Message:
+    """A message being written: parts to be joined once, and their size, which the enclosing message needs first.
+
+    Field numbers are below 16, as all of the protocol's are.
+    """
+
+    __slots__ = ("parts", "size")
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.size = 0
+
+    def add(self, part: Part) -> None:
+        self.parts.append(part)
+        self.size += len(part)
+
+    def number(self, number: int, value: int) -> None:
+        """A varint field."""
+        self.add(_ONE_BYTE[number << 3 | VARINT] + varint(value))
+
+    def double(self, number: int, value: float) -> None:
+        self.add(_ONE_BYTE[number << 3 | FIXED64] + struct.pack("<d", value))
+
+    def blob(self, number: int, value: Part) -> None:
+        length = len(value)
+        header = _ONE_BYTE[number << 3 | BYTES] + varint(length)
+        self.parts += (header, value)
+        self.size += len(header) + length
+
+    def text(self, number: int, value: str) -> None:
+        self.blob(number, value.encode())
+
+    def message(self, number: int, value: Message) -> None:
+        header = _ONE_BYTE[number << 3 | BYTES] + varint(value.size)
+        self.parts.append(header)
+        self.parts += value.parts
+        self.size += len(header) + value.size
+
+    def entry(self, number: int, key: str, value: Message) -> None:
+        """A map entry whose value is a message."""
+        entry = Message()
+        entry.text(1, key)
+        entry.message(2, value)
+        self.message(number, entry)
+
+    def packed(self, number: int, values: list[int]) -> None:
+        """A repeated integer field."""
+        if values:
+            self.blob(number, b"".join(map(varint, values)))
+
+    def encode(self) -> bytes:
+        return b"".join(self.parts)
+
+
+def varint(value: int) -> bytes:
+    """A non-negative integer, seven bits a byte."""
+    if value < 0x80:
+        if value < 0:
+            raise InvalidInputError(f"{value} is negative; the field holds numbers from 0 on")
+        return _ONE_BYTE[value]
+    if value < 0x4000:
+        return _ONE_BYTE_MORE[value & 0x7F] + _ONE_BYTE[value >> 7]
+    encoded = bytearray()
+    while value >= 0x80:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+_ONE_BYTE = [bytes([value]) for value in range(0x80)]
+_ONE_BYTE_MORE = [bytes([value | 0x80]) for value in range(0x80)]
+
+
+def array_bytes(array: Array, dtype: np.dtype[Any]) -> Part:
+    """The array's elements, little-endian, without a copy where they lie so already."""
+    contiguous = np.ascontiguousarray(array, dtype)
+    return contiguous.reshape(-1).data.cast("B") if contiguous.size else b""
+
+
+def read_fields(data: memoryview, where: str) -> Iterator[Field]:
+    """The fields of a message in order: number, wire type, and an integer or the bytes."""
+    position, end = 0, len(data)
+    while position < end:
+        key, position = read_varint(data, position, where)
+        number, kind = key >> 3, key & 7
+        if number == 0 or number >= 1 << 29:
+            raise WireError(f"{where}: field number {number} is not allowed", field=where)
+        value: Value
+        if kind == BYTES:
+            length, position = read_varint(data, position, where)
+            if length > end - position:
+                raise WireError(f"{where}: a field claims {length} bytes where {end - position} are left", field=where)
+            value = data[position : position + length]
+            position += length
+        elif kind == VARINT:
+            value, position = read_varint(data, position, where)
+        elif kind in (FIXED64, FIXED32):
+            width = 8 if kind == FIXED64 else 4
+            if width > end - position:
+                raise WireError(f"{where}: cut off inside a number", field=where)
+            value = data[position : position + width]
+            position += width
+        else:
+            raise WireError(f"{where}: wire type {kind} is not allowed", field=where)
+        yield number, kind, value
+
+
+def read_varint(data: memoryview, position: int, where: str) -> tuple[int, int]:
+    """An unsigned integer of at most 64 bits and the position behind it."""
+    value = shift = 0
+    end = len(data)
+    while position < end:
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            if value >= 1 << 64:
+                raise WireError(f"{where}: a number of more than 64 bits", field=where)
+            return value, position
+        shift += 7
+        if shift > 63:
+            raise WireError(f"{where}: a number of more than 64 bits", field=where)
+    raise WireError(f"{where}: cut off inside a number", field=where)
+
+
+def as_int(value: Value, kind: int, where: str, bits: int = 64) -> int:
+    """A signed integer that fits `bits`."""
+    if kind != VARINT or not isinstance(value, int):
+        raise WireError(f"{where}: expected an integer", field=where)
+    signed = value - (1 << 64) if value >= 1 << 63 else value
+    if not -(1 << bits - 1) <= signed < 1 << bits - 1:
+        raise WireError(f"{where}: {signed} does not fit {bits} bits", field=where)
+    return signed
+
+
+def as_bytes(value: Value, kind: int, where: str) -> memoryview:
+    if kind != BYTES or isinstance(value, int):
+        raise WireError(f"{where}: expected bytes, a text or a message", field=where)
+    return value
+
+
+def as_text(value: Value, kind: int, where: str) -> str:
+    try:
+        return str(as_bytes(value, kind, where), "utf-8")
+    except UnicodeDecodeError:
+        raise WireError(f"{where}: not valid UTF-8", field=where) from None
+
+
+def as_double(value: Value, kind: int, where: str) -> float:
+    if kind != FIXED64 or isinstance(value, int):
+        raise WireError(f"{where}: expected a double", field=where)
+    number: float = struct.unpack("<d", value)[0]
+    return number
+
+
+def as_ints(value: Value, kind: int, where: str) -> list[int]:
+    """A repeated integer field's share in one occurrence: packed or single."""
+    if kind == VARINT:
+        return [as_int(value, kind, where)]
+    data, position, numbers = as_bytes(value, kind, where), 0, []
+    while position < len(data):
+        number, position = read_varint(data, position, where)
+        numbers.append(as_int(number, VARINT, where))
+    return numbers
+
+
+def as_array(value: Value, kind: int, where: str, dtype: np.dtype[Any]) -> Array:
+    """A view of the elements in a byte field."""
+    data = as_bytes(value, kind, where)
+    if len(data) % dtype.itemsize:
+        raise WireError(f"{where}: {len(data)} bytes are not a whole number of {dtype.name} values", field=where)
+    return np.frombuffer(data, dtype)
+
+
+def read_entry(value: Value, kind: int, where: str) -> tuple[str, int | None, Value]:
+    """A map entry: its key, and its value with wire type (None: absent, which means the default)."""
+    key, found_kind, found = "", None, memoryview(b"")
+    inner: Value = found
+    for number, inner_kind, inner_value in read_fields(as_bytes(value, kind, where), where):
+        if number == 1:
+            key = as_text(inner_value, inner_kind, where)
+        elif number == 2:
+            found_kind, inner = inner_kind, inner_value
+    return key, found_kind, inner
+
+
+def check_count(count: int, limit: int, where: str) -> None:
+    if count > limit:
+        raise LimitExceededError(f"{where}: more than {limit} entries", field=where)
+
+
+def widen(data: memoryview, dtype_number: int, where: str) -> tuple[TensorDtype, Array]:
+    """Elements in one of the four encodings as one of the two public dtypes; a view where they are the same."""
+    if dtype_number not in _DTYPES:
+        raise WireError(f"{where}: dtype {dtype_number} is not known", field=where)
+    dtype, stored = _DTYPES[dtype_number]
+    array = as_array(data, BYTES, where, stored)
+    if dtype_number == BFLOAT16:
+        array = (array.astype("<u4") << 16).view("<f4")
+    return dtype, array.astype(NUMPY_DTYPES[dtype], copy=False)
+
+
+def tensor_message(tensor: TensorData) -> Message:
+    """A Tensor message."""
+    message = Message()
+    values = array_bytes(tensor.array, NUMPY_DTYPES[tensor.dtype])
+    if tensor.is_sparse:
+        csr = Message()
+        csr.blob(1, values)
+        csr.blob(2, array_bytes(np.array(tensor.sparse_crow_indices, np.int64), NUMPY_DTYPES["int64"]))
+        csr.blob(3, array_bytes(np.array(tensor.sparse_col_indices, np.int64), NUMPY_DTYPES["int64"]))
+        message.message(2, csr)
+    else:
+        message.blob(1, values)
+    message.number(3, DTYPE_NUMBERS[tensor.dtype])
+    message.packed(4, tensor.shape or [])
+    return message
+
+
+def read_tensor(data: memoryview, where: str) -> TensorData:
+    """A tensor whose values are a view of `data`. No shape means one dimension."""
+    dense, csr, dtype_number, shape = memoryview(b""), None, 0, []
+    for number, kind, value in read_fields(data, where):
+        if number == 1:
+            dense, csr = as_bytes(value, kind, where), None
+        elif number == 2:
+            csr = as_bytes(value, kind, where)
+        elif number == 3:
+            dtype_number = as_int(value, kind, f"{where}.dtype", 32)
+        elif number == 4:
+            shape += as_ints(value, kind, f"{where}.shape")
+            check_count(len(shape), 8, f"{where}.shape")
+    try:
+        if csr is not None:
+            return _read_csr(csr, dtype_number, shape, where)
+        dtype, array = widen(dense, dtype_number, where)
+        return TensorData(array, dtype, shape or None)
+    except InvalidInputError as error:
+        raise WireError(f"{where}: {error}", field=where) from None
+
+
+def _read_csr(data: memoryview, dtype_number: int, shape: list[int], where: str) -> TensorData:
+    values, crow, col = memoryview(b""), memoryview(b""), memoryview(b"")
+    for number, kind, value in read_fields(data, where):
+        if number == 1:
+            values = as_bytes(value, kind, where)
+        elif number == 2:
+            crow = as_bytes(value, kind, where)
+        elif number == 3:
+            col = as_bytes(value, kind, where)
+    dtype, array = widen(values, dtype_number, where)
+    crow_indices = as_array(crow, BYTES, f"{where}.crow_indices", NUMPY_DTYPES["int64"]).tolist()
+    col_indices = as_array(col, BYTES, f"{where}.col_indices", NUMPY_DTYPES["int64"]).tolist()
+    return TensorData(array, dtype, shape, crow_indices, col_indices)

@@ -1,0 +1,288 @@
+"""The endpoint table: every path of the protocol once, with what goes in, what comes out, and which releases use it.
+
+Client, server, reference documents and contract tests all read this table; adding an endpoint is adding a line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+from urllib.parse import quote
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.wire import admin, futures, runs, sampling, service, sessions, training, weights
+
+Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
+Encoding: TypeAlias = Literal["json", "protobuf"]
+
+PREFIX = "/api/v1/"
+
+_PARAMETER = re.compile(r"{(\w+)}")
+_UNSAFE = re.compile(r"[\x00-\x20\x7f]|(^|/)\.{1,2}(/|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One endpoint.
+
+    `response` is the body of the immediate answer; a route with a `result` answers with a promise, and the result comes
+    from retrieve_future. None means no body is needed. `until` is the last release that calls it; None: still used.
+    """
+
+    name: str
+    method: Method
+    path: str
+    request: type[Any] | None = None
+    query: type[Any] | None = None
+    response: type[Any] | None = None
+    result: type[Any] | None = None
+    request_type: str | None = None
+    """What clients put in the `x-tinker-request-type` header when they ask for the result."""
+    body_encodings: tuple[Encoding, ...] = ("json",)
+    result_encodings: tuple[Encoding, ...] = ("json",)
+    since: str = "0.3"
+    until: str | None = None
+
+    @property
+    def is_future(self) -> bool:
+        return self.result is not None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(_PARAMETER.findall(self.path))
+
+    def is_used_by(self, version: str) -> bool:
+        """Whether a release of the official client calls this endpoint."""
+        line = _line(version)
+        return _line(self.since) <= line and (self.until is None or line <= _line(self.until))
+
+    def url_path(self, **values: str) -> str:
+        """The path with its parameters filled in. Run ids keep their colons, checkpoint ids their slash."""
+        if set(values) != set(self.parameters):
+            raise InvalidInputError(f"{self.name} takes {self.parameters}, got {tuple(values)}")
+        for name, value in values.items():
+            if not isinstance(value, str) or not value or _UNSAFE.search(value):
+                raise InvalidInputError(f"{name}: {value!r} cannot stand in a path", field=name)
+        return _PARAMETER.sub(
+            lambda match: quote(values[match[1]], safe=":/" if "checkpoint" in match[1] else ":"), self.path
+        )
+
+
+def _line(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _get(name: str, path: str, response: type[Any], **rest: Any) -> Route:
+    return Route(name=name, method="GET", path=PREFIX + path, response=response, **rest)
+
+
+def _post(name: str, path: str, request: type[Any] | None, response: type[Any] | None, **rest: Any) -> Route:
+    return Route(name=name, method="POST", path=PREFIX + path, request=request, response=response, **rest)
+
+
+def _submit(path: str, request: type[Any], result: type[Any], request_type: str, **rest: Any) -> Route:
+    """A POST whose answer is a promise."""
+    return _post(path, path, request, futures.UntypedAPIFuture, result=result, request_type=request_type, **rest)
+
+
+_BOTH: tuple[Encoding, ...] = ("json", "protobuf")
+_CHECKPOINT = "training_runs/{training_run_id}/checkpoints/{checkpoint_id}"
+
+# Service (protocol.md 5.1, 3)
+HEALTHZ = _get("healthz", "healthz", service.HealthResponse)
+GET_SERVER_CAPABILITIES = _get(
+    "get_server_capabilities", "get_server_capabilities", service.GetServerCapabilitiesResponse
+)
+CLIENT_CONFIG = _post(
+    "client_config", "client/config", service.ClientConfigRequest, service.ClientConfigResponse, since="0.18"
+)
+CLIENT_DYNAMIC_CONFIG = _post(
+    "client_dynamic_config",
+    "client/dynamic_config",
+    service.ClientConfigRequest,
+    service.ClientDynamicConfigResponse,
+    since="0.25",
+)
+AUTH_TOKEN = _post("auth_token", "auth/token", service.AuthTokenRequest, service.AuthTokenResponse, since="0.18")
+GET_API_KEY = _get("get_api_key", "auth/apikey/me", service.ApiKeyResponse, since="0.26")
+DELETE_API_KEY = Route(name="delete_api_key", method="DELETE", path=PREFIX + "auth/apikey/me", since="0.26")
+TELEMETRY = _post("telemetry", "telemetry", service.TelemetrySendRequest, service.TelemetryResponse)
+
+# Sessions (5.2)
+CREATE_SESSION = _post(
+    "create_session", "create_session", sessions.CreateSessionRequest, sessions.CreateSessionResponse
+)
+SESSION_HEARTBEAT = _post(
+    "session_heartbeat", "session_heartbeat", sessions.SessionHeartbeatRequest, sessions.SessionHeartbeatResponse
+)
+FINISH_SESSION = _post(
+    "finish_session", "sessions/{session_id}/finish", sessions.FinishSessionRequest, None, since="0.28"
+)
+GET_SESSION = _get(
+    "get_session", "sessions/{session_id}", sessions.GetSessionResponse, query=runs.AccessQuery, since="0.5"
+)
+LIST_SESSIONS = _get(
+    "list_sessions", "sessions", sessions.ListSessionsResponse, query=sessions.ListSessionsQuery, since="0.5"
+)
+ASSIGN_SESSION_PROJECT = Route(
+    name="assign_session_project",
+    method="PUT",
+    path=PREFIX + "sessions/{session_id}/project",
+    request=sessions.AssignProjectRequest,
+    since="0.22",
+)
+EXPORT_SESSION_TRACE = _get(
+    "export_session_trace", "sessions/{session_id}/trace_export", sessions.TraceExportResponse, since="0.24"
+)
+SEARCH_SESSIONS = _post(
+    "search_sessions",
+    "sessions/search",
+    sessions.SessionSearchRequest,
+    sessions.SessionSearchResponse,
+    since="0.36",
+)
+
+# Models and training (5.3, 5.5)
+CREATE_MODEL = _submit("create_model", training.CreateModelRequest, training.CreateModelResponse, "CreateModel")
+GET_INFO = _post("get_info", "get_info", training.GetInfoRequest, training.GetInfoResponse)
+FORWARD_BACKWARD = _submit(
+    "forward_backward",
+    training.ForwardBackwardRequest,
+    training.ForwardBackwardOutput,
+    "ForwardBackward",
+    body_encodings=_BOTH,
+    result_encodings=_BOTH,
+)
+FORWARD = _submit(
+    "forward",
+    training.ForwardRequest,
+    training.ForwardBackwardOutput,
+    "Forward",
+    result_encodings=_BOTH,
+    until="0.24",
+)
+OPTIM_STEP = _submit("optim_step", training.OptimStepRequest, training.OptimStepResponse, "OptimStep")
+UNLOAD_MODEL = _submit(
+    "unload_model", training.UnloadModelRequest, training.UnloadModelResponse, "UnloadModel", until="0.25"
+)
+CREATE_CUSTOM_LOSS = _submit(
+    "create_custom_loss",
+    training.CreateCustomLossRequest,
+    training.CreateCustomLossResponse,
+    "CreateCustomLoss",
+    since="0.36",
+)
+
+# Weights (5.4)
+SAVE_WEIGHTS = _submit("save_weights", weights.SaveWeightsRequest, weights.SaveWeightsResponse, "SaveWeights")
+LOAD_WEIGHTS = _submit("load_weights", weights.LoadWeightsRequest, weights.LoadWeightsResponse, "LoadWeights")
+SAVE_WEIGHTS_FOR_SAMPLER = _submit(
+    "save_weights_for_sampler",
+    weights.SaveWeightsForSamplerRequest,
+    weights.SaveWeightsForSamplerResponseInternal,
+    "SaveWeightsForSampler",
+)
+SAVE_WEIGHTS_EXTERNAL = _submit(
+    "save_weights_external",
+    weights.SaveWeightsExternalRequest,
+    weights.SaveWeightsExternalResponseInternal,
+    "SaveWeightsExternal",
+    since="0.28",
+)
+WEIGHTS_INFO = _post(
+    "weights_info", "weights_info", weights.WeightsInfoRequest, weights.WeightsInfoResponse, since="0.6"
+)
+COPY_WEIGHTS = _post(
+    "copy_weights", "copy_weights", weights.CopyWeightsRequest, weights.CopyWeightsResponse, since="0.27"
+)
+
+# Sampling (5.6)
+CREATE_SAMPLING_SESSION = _post(
+    "create_sampling_session",
+    "create_sampling_session",
+    sampling.CreateSamplingSessionRequest,
+    sampling.CreateSamplingSessionResponse,
+)
+JOIN_SAMPLING_SESSION = _post(
+    "join_sampling_session",
+    "join_sampling_session",
+    sampling.JoinSamplingSessionRequest,
+    sampling.JoinSamplingSessionResponse,
+    since="0.32",
+)
+ASAMPLE = _submit("asample", sampling.SampleRequest, sampling.SampleResponse, "Sample", result_encodings=_BOTH)
+GET_SAMPLER = _get("get_sampler", "samplers/{sampler_id}", sampling.GetSamplerResponse, since="0.6")
+
+# Futures (5.7). The answer to retrieve_future depends on the promise; section 8 lists its forms.
+RETRIEVE_FUTURE = _post("retrieve_future", "retrieve_future", futures.FutureRetrieveRequest, None)
+RETRIEVE_FUTURES = _post(
+    "retrieve_futures",
+    "retrieve_futures",
+    futures.FuturesRetrieveRequest,
+    futures.FuturesRetrieveResponse,
+    since="0.27",
+)
+CANCEL_FUTURE = _post("cancel_future", "cancel_future", futures.CancelFutureRequest, None, since="0.26")
+
+# Runs and checkpoints (5.8)
+LIST_TRAINING_RUNS = _get(
+    "list_training_runs", "training_runs", runs.TrainingRunsResponse, query=runs.ListTrainingRunsQuery
+)
+GET_TRAINING_RUN = _get("get_training_run", "training_runs/{training_run_id}", runs.TrainingRun, query=runs.AccessQuery)
+LIST_CHECKPOINTS = _get(
+    "list_checkpoints", "training_runs/{training_run_id}/checkpoints", runs.CheckpointsListResponse, since="0.4"
+)
+LIST_MODEL_CHECKPOINTS = _get(
+    "list_model_checkpoints", "models/{training_run_id}/checkpoints", runs.CheckpointsListResponse, until="0.3"
+)
+LIST_USER_CHECKPOINTS = _get(
+    "list_user_checkpoints",
+    "checkpoints",
+    runs.CheckpointsListResponse,
+    query=runs.ListCheckpointsQuery,
+    since="0.4",
+)
+DELETE_CHECKPOINT = Route(name="delete_checkpoint", method="DELETE", path=PREFIX + _CHECKPOINT)
+PUBLISH_CHECKPOINT = _post("publish_checkpoint", _CHECKPOINT + "/publish", None, None, since="0.4")
+UNPUBLISH_CHECKPOINT = Route(
+    name="unpublish_checkpoint", method="DELETE", path=PREFIX + _CHECKPOINT + "/publish", since="0.4"
+)
+SET_CHECKPOINT_TTL = Route(
+    name="set_checkpoint_ttl",
+    method="PUT",
+    path=PREFIX + _CHECKPOINT + "/ttl",
+    request=runs.SetTtlRequest,
+    since="0.13",
+)
+GET_EXTERNAL_WEIGHTS_URLS = _get(
+    "get_external_weights_urls",
+    _CHECKPOINT + "/external_weights_urls",
+    weights.ExternalWeightsUrlsResponse,
+    since="0.28",
+)
+GET_CHECKPOINT_ARCHIVE = _get(
+    "get_checkpoint_archive", _CHECKPOINT + "/archive", weights.CheckpointArchiveUrlResponse, until="0.35"
+)
+
+# Administration (5.9)
+GET_BILLING_USAGE = _get(
+    "get_billing_usage",
+    "billing/usage/events",
+    admin.BillingUsageResponse,
+    query=admin.GetBillingUsageRequest,
+    since="0.24",
+)
+GET_CHECKPOINT_STORAGE_USAGE = _get(
+    "get_current_checkpoint_storage_usage",
+    "billing/usage/checkpoints/current",
+    admin.CurrentCheckpointStorageUsageResponse,
+    query=admin.GetCurrentCheckpointStorageUsageRequest,
+    since="0.32",
+)
+GET_AUDIT_LOG = _get("get_audit_log", "audit", admin.AuditLogResponse, query=admin.AuditLogQuery, since="0.20")
+
+ROUTES: tuple[Route, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Route))
+BY_NAME: Mapping[str, Route] = {route.name: route for route in ROUTES}

@@ -1,0 +1,150 @@
+"""Service-wide messages: health, capabilities, the configuration handshake, keys and telemetry."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal, TypeAlias
+
+from tinsmith.wire.message import NOT_GIVEN, Message, since
+
+
+class HealthResponse(Message, frozen=True, kw_only=True):
+    status: Literal["ok"]
+
+
+class SupportedModel(Message, frozen=True, kw_only=True):
+    model_name: str | None = NOT_GIVEN
+    max_context_length: int | None = NOT_GIVEN
+    trainable: bool | None = NOT_GIVEN
+    sampleable: bool | None = NOT_GIVEN
+
+
+class GetServerCapabilitiesResponse(Message, frozen=True, kw_only=True):
+    supported_models: list[SupportedModel]
+
+
+class ClientConfigRequest(Message, frozen=True, kw_only=True):
+    sdk_version: str = ""
+
+
+class ClientConfigResponse(Message, frozen=True, kw_only=True):
+    """How the server wants to be spoken to; an empty object means all defaults."""
+
+    pjwt_auth_enabled: bool = False
+    credential_default_source: str = "api_key"
+    sample_dispatch_bytes_semaphore_size: int = 10 * 1024 * 1024
+    inflight_response_bytes_semaphore_size: int = 50 * 1024 * 1024
+    parallel_fwdbwd_chunks: bool = True
+    proto_compress_fwdbwd: bool = False
+    fwdbwd_max_chunk_len: int = 1024
+    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+    fwdbwd_dispatch_bytes_semaphore_size: int = 50_000_000
+    billing_exception_max_pause_duration_sec: int = 3600
+    sample_no_retries: bool = False
+    sample_enable_stuck_detection: bool = True
+    sample_max_concurrent_requests: int = 2000
+    use_pyqwest_transport: bool = True
+    create_model_via_load_weights: bool = False
+    sample_use_retrieve_futures: bool = False
+    custom_loss_server_side: bool = False
+    sample_join_sampling_session: bool = False
+    proto_write_fwdbwd: bool | None = NOT_GIVEN
+    """Read by 0.19 to 0.24 only: send forward_backward as protobuf."""
+    fwd_via_fwdbwd: bool | None = NOT_GIVEN
+    """Read by 0.23 and 0.24 only: send forward as a forward_backward with the flag."""
+
+
+class ClientDynamicConfigResponse(Message, frozen=True, kw_only=True):
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = False
+    sample_cancel_max_batch_size: int = 64
+
+
+class AuthTokenRequest(Message, frozen=True, kw_only=True):
+    """An empty object: the credential is in the header."""
+
+
+class AuthTokenResponse(Message, frozen=True, kw_only=True):
+    jwt: str
+
+
+class ApiKeyOrganization(Message, frozen=True, kw_only=True):
+    name: str
+
+
+class ApiKeyUser(Message, frozen=True, kw_only=True):
+    email: str
+
+
+class ApiKeyDetails(Message, frozen=True, kw_only=True):
+    org_details: ApiKeyOrganization
+    user_details: ApiKeyUser
+
+
+class ApiKeyResponse(Message, frozen=True, kw_only=True):
+    """What the presented key is."""
+
+    key_id: int
+    name: str
+    note: str
+    details: ApiKeyDetails
+
+
+class WhoamiResponse(Message, frozen=True, kw_only=True):
+    """Read from a token's claims, not asked of the server."""
+
+    user_urn: str
+    org_urn: str
+    email: str | None = NOT_GIVEN
+
+
+EventType: TypeAlias = Literal["SESSION_START", "SESSION_END", "UNHANDLED_EXCEPTION", "GENERIC_EVENT"]
+Severity: TypeAlias = Literal["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+
+
+class _Event(Message, frozen=True, kw_only=True, tag_field="event"):
+    event_id: str
+    event_session_index: int
+    severity: Severity
+    timestamp: datetime
+
+    @property
+    def event(self) -> str:
+        return str(self.__struct_config__.tag)
+
+
+class SessionStartEvent(_Event, frozen=True, kw_only=True, tag="SESSION_START"):
+    """A session began."""
+
+
+class SessionEndEvent(_Event, frozen=True, kw_only=True, tag="SESSION_END"):
+    duration: str
+
+
+class UnhandledExceptionEvent(_Event, frozen=True, kw_only=True, tag="UNHANDLED_EXCEPTION"):
+    error_type: str
+    error_message: str
+    traceback: str | None = NOT_GIVEN
+
+
+class GenericEvent(_Event, frozen=True, kw_only=True, tag="GENERIC_EVENT"):
+    event_name: str
+    event_data: dict[str, Any] = {}
+
+
+TelemetryEvent: TypeAlias = SessionStartEvent | SessionEndEvent | UnhandledExceptionEvent | GenericEvent
+
+
+class TelemetrySendRequest(Message, frozen=True, kw_only=True):
+    events: list[TelemetryEvent]
+    platform: str
+    sdk_version: str
+    session_id: str
+    process_uuid: Annotated[str | None, since("0.24")] = NOT_GIVEN
+
+
+TelemetryBatch = TelemetrySendRequest
+
+
+class TelemetryResponse(Message, frozen=True, kw_only=True):
+    status: Literal["accepted"]

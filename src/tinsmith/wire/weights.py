@@ -1,0 +1,191 @@
+"""Saving, loading, exporting and copying weights, and the `tinker://` paths that name them."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.wire.message import NOT_GIVEN, Count, Message, SeqId, since
+from tinsmith.wire.training import AdamOptimizerConfig, ModelID, OptimizerConfig, read_optimizer
+
+CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
+
+PATH_PREFIX = "tinker://"
+KINDS: dict[str, CheckpointType] = {
+    "weights": "training",
+    "sampler_weights": "sampler",
+    "external_weights": "external",
+}
+"""The middle part of a path, and the checkpoint type it stands for."""
+
+
+class ParsedCheckpointTinkerPath(Message, frozen=True, kw_only=True):
+    """The parts of `tinker://<training run>/<kind>/<name>`; `checkpoint_id` is `<kind>/<name>`."""
+
+    tinker_path: str
+    training_run_id: str
+    checkpoint_type: CheckpointType
+    checkpoint_id: str
+
+    @classmethod
+    def from_tinker_path(cls, tinker_path: str) -> ParsedCheckpointTinkerPath:
+        if not isinstance(tinker_path, str) or not tinker_path.startswith(PATH_PREFIX):
+            raise _bad_path(tinker_path, f"it must begin with {PATH_PREFIX}")
+        parts = tinker_path.removeprefix(PATH_PREFIX).split("/")
+        if len(parts) != 3 or not all(parts):
+            raise _bad_path(tinker_path, f"it must be {PATH_PREFIX}<training run>/<kind>/<name>")
+        run, kind, name = parts
+        if kind not in KINDS:
+            raise _bad_path(tinker_path, f"kind {kind!r} is not one of {', '.join(KINDS)}")
+        return cls(
+            tinker_path=tinker_path, training_run_id=run, checkpoint_type=KINDS[kind], checkpoint_id=f"{kind}/{name}"
+        )
+
+
+def tinker_path(training_run_id: str, kind: str, name: str) -> str:
+    """The path of a checkpoint; checked, so that it parses back."""
+    path = f"{PATH_PREFIX}{training_run_id}/{kind}/{name}"
+    return ParsedCheckpointTinkerPath.from_tinker_path(path).tinker_path
+
+
+def _bad_path(path: Any, reason: str) -> InvalidInputError:
+    return InvalidInputError(f"Invalid tinker path {path!r}: {reason}", field="tinker_path")
+
+
+class SaveWeightsRequest(Message, frozen=True, kw_only=True):
+    model_id: ModelID
+    path: str | None = NOT_GIVEN
+    seq_id: SeqId | None = NOT_GIVEN
+    ttl_seconds: Annotated[Count | None, since("0.9")] = NOT_GIVEN
+    overwrite: Annotated[bool, since("0.20")] = False
+    user_metadata: Annotated[dict[str, str] | None, since("0.28")] = NOT_GIVEN
+    type: Literal["save_weights"] = "save_weights"
+
+
+class SaveWeightsResponse(Message, frozen=True, kw_only=True):
+    path: str
+    type: Literal["save_weights"] | None = NOT_GIVEN
+
+
+class LoadWeightsRequest(Message, frozen=True, kw_only=True):
+    """Either into a model (`model_id`, `seq_id`) or creating one (`session_id`, `model_seq_id`)."""
+
+    path: str
+    optimizer: Annotated[bool, since("0.6")] = False
+    model_id: ModelID | None = NOT_GIVEN
+    seq_id: SeqId | None = NOT_GIVEN
+    session_id: Annotated[str | None, since("0.25")] = NOT_GIVEN
+    model_seq_id: Annotated[SeqId | None, since("0.25")] = NOT_GIVEN
+    base_model: Annotated[str | None, since("0.25")] = NOT_GIVEN
+    user_metadata: Annotated[dict[str, Any] | None, since("0.25")] = NOT_GIVEN
+    optimizer_config: Annotated[OptimizerConfig | None, since("0.30")] = NOT_GIVEN
+    weights_access_token: Annotated[str | None, since("0.18")] = NOT_GIVEN
+    type: Literal["load_weights"] = "load_weights"
+
+
+class LoadWeightsResponse(Message, frozen=True, kw_only=True):
+    path: str | None = NOT_GIVEN
+    model_id: str | None = NOT_GIVEN
+    type: Literal["load_weights"] | None = NOT_GIVEN
+
+
+class SaveWeightsForSamplerRequest(Message, frozen=True, kw_only=True):
+    """With `path` a lasting checkpoint, with `sampling_session_seq_id` a sampler that lives as long as its session."""
+
+    model_id: ModelID
+    path: str | None = NOT_GIVEN
+    sampling_session_seq_id: SeqId | None = NOT_GIVEN
+    seq_id: SeqId | None = NOT_GIVEN
+    ttl_seconds: Annotated[Count | None, since("0.9")] = NOT_GIVEN
+    user_metadata: Annotated[dict[str, str] | None, since("0.28")] = NOT_GIVEN
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class SaveWeightsForSamplerResponseInternal(Message, frozen=True, kw_only=True):
+    """What the server answers; which of the two is set follows the request."""
+
+    path: str | None = NOT_GIVEN
+    sampling_session_id: str | None = NOT_GIVEN
+    type: Literal["save_weights_for_sampler"] | None = NOT_GIVEN
+
+
+class SaveWeightsForSamplerResponse(Message, frozen=True, kw_only=True):
+    """What the user gets."""
+
+    path: str
+    type: Literal["save_weights_for_sampler"] | None = NOT_GIVEN
+
+
+class SaveWeightsExternalRequest(Message, frozen=True, kw_only=True):
+    model_id: ModelID
+    path: str
+    seq_id: SeqId | None = NOT_GIVEN
+    ttl_seconds: Count | None = NOT_GIVEN
+    age_encryption_recipients: Annotated[Annotated[list[str], msgspec.Meta(max_length=10)] | None, since("0.33")] = (
+        NOT_GIVEN
+    )
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class SaveWeightsExternalResponseInternal(Message, frozen=True, kw_only=True):
+    """What the server answers."""
+
+    path: str | None = NOT_GIVEN
+    size_bytes: int | None = NOT_GIVEN
+    type: Literal["save_weights_external"] | None = NOT_GIVEN
+
+
+class SaveWeightsExternalResponse(Message, frozen=True, kw_only=True):
+    """What the user gets."""
+
+    path: str
+    type: Literal["save_weights_external"] | None = NOT_GIVEN
+
+
+class WeightsInfoRequest(Message, frozen=True, kw_only=True):
+    tinker_path: str
+
+
+class WeightsInfoResponse(Message, frozen=True, kw_only=True):
+    base_model: str
+    is_lora: bool
+    optimizer_config: Annotated[Any, since("0.30")] = msgspec.field(default_factory=AdamOptimizerConfig)
+    lora_rank: int | None = NOT_GIVEN
+    train_unembed: Annotated[bool | None, since("0.8")] = NOT_GIVEN
+    train_mlp: Annotated[bool | None, since("0.8")] = NOT_GIVEN
+    train_attn: Annotated[bool | None, since("0.8")] = NOT_GIVEN
+
+    def __post_init__(self) -> None:
+        read_optimizer(self)
+
+
+class CopyWeightsRequest(Message, frozen=True, kw_only=True):
+    """Into a project, or (0.27 to 0.30) into a session; since 0.31 the access token travels as a header."""
+
+    source_path: str
+    destination_project_id: Annotated[str | None, since("0.31")] = NOT_GIVEN
+    session_id: str | None = NOT_GIVEN
+    model_seq_id: SeqId | None = NOT_GIVEN
+    ttl_seconds: Count | None = NOT_GIVEN
+    weights_access_token: str | None = NOT_GIVEN
+
+
+class CopyWeightsResponse(Message, frozen=True, kw_only=True):
+    tinker_path: str
+
+
+class ExternalWeightsUrlsResponse(Message, frozen=True, kw_only=True):
+    """Signed addresses of an export's files, by relative path."""
+
+    urls: dict[str, str]
+    expires: datetime
+
+
+class CheckpointArchiveUrlResponse(Message, frozen=True, kw_only=True):
+    """Where releases up to 0.35 download a checkpoint as one archive."""
+
+    url: str
+    expires: datetime
