@@ -1,4 +1,4 @@
-"""tinsmith: the Tinker protocol, spoken from Python. `import tinsmith as tinker` runs programs written for `tinker`.
+"""tinsmith: the Tinker protocol, spoken from Python, under the names that programs written for `tinker` use.
 
 Names are loaded when they are first used: importing the package loads neither numpy nor an HTTP library nor torch.
 """

@@ -83,7 +83,7 @@ class InvalidInputError(TinkerError, ValueError):
         return self.message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), (self.message,), {"field": self.field})
+        return _rebuild, (type(self), (self.message,), {"field": self.field}), self.__dict__
 
 
 class UnknownFieldError(InvalidInputError, TypeError):
@@ -109,7 +109,7 @@ class WireError(TinkerError, ValueError):
         self.field = field
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), (self.message,), {"field": self.field})
+        return _rebuild, (type(self), (self.message,), {"field": self.field}), self.__dict__
 
 
 class LimitExceededError(WireError):
@@ -124,13 +124,14 @@ class RequestFailedError(TinkerError):
     code = "request_failed"
 
     def __init__(self, message: str, request_id: str, category: RequestErrorCategory | str = "unknown") -> None:
+        message = message or "The operation failed and the server gave no reason."
         super().__init__(message)
         self.message = message
         self.request_id = request_id
         self.category = RequestErrorCategory(category)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.message, self.request_id, self.category.value)
+        return type(self), (self.message, self.request_id, self.category.value), self.__dict__
 
 
 class APIError(TinkerError):
@@ -145,7 +146,7 @@ class APIError(TinkerError):
         self.body = body
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), (self.message, self.request), {"body": self.body})
+        return _rebuild, (type(self), (self.message, self.request), {"body": self.body}), self.__dict__
 
 
 class APIResponseValidationError(APIError):
@@ -159,7 +160,7 @@ class APIResponseValidationError(APIError):
         self.status_code = response.status_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), (self.response, self.body), {"message": self.message})
+        return _rebuild, (type(self), (self.response, self.body), {"message": self.message}), self.__dict__
 
 
 class APIStatusError(APIError):
@@ -174,7 +175,7 @@ class APIStatusError(APIError):
         self.status_code = response.status_code
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), (self.message, self.response, self.body), {})
+        return _rebuild, (type(self), (self.message, self.response, self.body), {}), self.__dict__
 
 
 class APIConnectionError(APIError):
@@ -187,7 +188,7 @@ class APIConnectionError(APIError):
         super().__init__(message, request)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), (self.request, self.message), {})
+        return _rebuild, (type(self), (self.request, self.message), {}), self.__dict__
 
 
 class APITimeoutError(APIConnectionError):

@@ -20,6 +20,14 @@ from tinsmith.wire.admin import (
     StorageBillingEvent,
     TrainingBillingEvent,
 )
+from tinsmith.wire.chunks import (
+    DmelChunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ImageDimensions,
+    ModelInputChunk,
+)
 from tinsmith.wire.futures import (
     CancelFutureRequest,
     CompleteMetadataResponse,
@@ -37,14 +45,8 @@ from tinsmith.wire.futures import (
 )
 from tinsmith.wire.inputs import (
     Datum,
-    DmelChunk,
-    EncodedTextChunk,
-    ImageAssetPointerChunk,
-    ImageChunk,
-    ImageDimensions,
     LossFnInputs,
     ModelInput,
-    ModelInputChunk,
     PromptProvenanceSpan,
     ProvenanceSpans,
     SampledProvenanceSpan,

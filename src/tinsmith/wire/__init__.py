@@ -1,1 +1,1 @@
-"""What crosses HTTP: message types, tensors, codecs and the endpoint table. No I/O, no clock, no randomness in here."""
+"""What crosses HTTP: message types, tensors, codecs and the endpoint table. No I/O in here."""

@@ -1,7 +1,7 @@
 """Splitting the data of one forward_backward into requests.
 
 Datums are taken in order; a chunk closes when the next one would exceed the byte limit, or at the datum limit. A single
-datum above the byte limit goes alone. (protocol.md, section 9; compared with the official client in tests/contract.)
+datum above the byte limit goes alone. (Compared with the official client in tests/contract/test_logic_contract.py.)
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.wire.inputs import Datum, EncodedTextChunk
+from tinsmith.wire.chunks import EncodedTextChunk
+from tinsmith.wire.inputs import Datum
 from tinsmith.wire.service import ClientConfigResponse
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """Joining the results of a call's chunks into one.
 
-A metric's name ends in its reduction (`loss:sum`). The rules are protocol.md's section 9; tests/contract compares them
-with the official client's.
+A metric's name ends in its reduction (`loss:sum`). tests/contract/test_logic_contract.py compares the rules with the
+official client's.
 """
 
 from __future__ import annotations

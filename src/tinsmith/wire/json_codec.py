@@ -37,7 +37,7 @@ def decode(body: bytes | bytearray | memoryview, type_: type[T]) -> T:
         message: T = _decoder(cast(Hashable, type_)).decode(body)
         return message
     except msgspec.ValidationError as error:
-        raise WireError(f"{_name(type_)}: {describe(error)}", field=field_of(error)) from None
+        raise WireError(f"{_name(type_)}: {describe(error, type_)}", field=field_of(error)) from None
     except RecursionError:
         raise WireError(f"{_name(type_)}: the JSON is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -13,6 +13,8 @@ Does not know: any particular message, HTTP, protobuf.
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from collections.abc import Callable, Mapping
 from types import MemberDescriptorType
 from typing import Annotated, Any, Self, TypeAlias, TypeVar, cast
@@ -61,20 +63,23 @@ class MessageMeta(msgspec.StructMeta):
         for spec in msgspec.structs.fields(cast(Any, cls)):
             member = cls.__dict__.get(spec.name)
             if spec.default is msgspec.UNSET and isinstance(member, MemberDescriptorType):
-                type.__setattr__(cls, spec.name, property(_none_if_not_given(member)))
+                fallback = namespace.get(f"_read_{spec.name}")
+                type.__setattr__(cls, spec.name, property(_none_if_not_given(member, fallback)))
         return cls
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         struct = cast(Any, cls)
         values = _bind(struct, args, kwargs)
+        for name, value in values.items():
+            _check_finite(cls.__name__, name, value)
         try:
             return msgspec.convert(values, struct, dec_hook=dec_hook)
-        except msgspec.ValidationError as error:
+        except msgspec.ValidationError:
             plain = {key: _plain_scalars(value) for key, value in values.items()}
             try:
                 return msgspec.convert(plain, struct, dec_hook=dec_hook)
-            except msgspec.ValidationError:
-                raise InvalidInputError(f"{cls.__name__}: {describe(error)}", field=field_of(error)) from None
+            except msgspec.ValidationError as error:
+                raise InvalidInputError(f"{cls.__name__}: {describe(error, cls)}", field=field_of(error)) from None
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, metaclass=MessageMeta):
@@ -101,7 +106,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, metaclass=MessageMeta):
         try:
             return msgspec.convert(value, cls, dec_hook=dec_hook)
         except msgspec.ValidationError as error:
-            raise InvalidInputError(f"{cls.__name__}: {describe(error)}", field=field_of(error)) from None
+            raise InvalidInputError(f"{cls.__name__}: {describe(error, cls)}", field=field_of(error)) from None
 
 
 class Tagged(Message, frozen=True, kw_only=True, tag_field="type"):
@@ -138,25 +143,46 @@ def store(message: msgspec.Struct, name: str, value: Any) -> None:
     raise AttributeError(name)
 
 
-def describe(error: msgspec.ValidationError) -> str:
-    """msgspec's text without the JSON-path decoration at its end, the field first."""
-    text, _, path = str(error).rpartition(" - at `$")
-    where = path.rstrip("`").lstrip(".")
-    return f"{where}: {text}" if text and where else str(error)
+def describe(error: msgspec.ValidationError, type_: Any = None) -> str:
+    """A validation error with the field first and, for a wrong literal, what is allowed there."""
+    where = field_of(error)
+    if where is None:
+        return str(error)
+    text = str(error).rpartition(" - at `$")[0]
+    allowed = _literals_at(type_, where) if text.startswith("Invalid enum value") else ()
+    return f"{where}: {text}" + (f" (allowed: {', '.join(map(str, allowed))})" if allowed else "")
 
 
 def field_of(error: msgspec.ValidationError) -> str | None:
     """The path of the field that a validation error is about."""
-    _, _, path = str(error).rpartition(" - at `$")
-    return path.rstrip("`").lstrip(".") or None
+    text, _, path = str(error).rpartition(" - at `$")
+    return path.rstrip("`").lstrip(".") or None if text else None
 
 
-def _none_if_not_given(member: MemberDescriptorType) -> Callable[[Any], Any]:
+def _literals_at(type_: Any, path: str) -> tuple[Any, ...]:
+    """The literals that a message type allows at a path such as `loss_fn` or `owner.type`."""
+    info = msgspec.inspect.type_info(type_) if type_ is not None else None
+    for name in re.findall(r"[^.\[\]]+", path):
+        if isinstance(info, msgspec.inspect.StructType):
+            info = next((field.type for field in info.fields if field.encode_name == name), None)
+        while isinstance(info, msgspec.inspect.Metadata):
+            info = info.type
+        if isinstance(info, msgspec.inspect.UnionType):
+            info = next((member for member in info.types if not isinstance(member, msgspec.inspect.NoneType)), None)
+        if isinstance(info, msgspec.inspect.ListType):
+            info = info.item_type
+    return info.values if isinstance(info, msgspec.inspect.LiteralType) else ()
+
+
+def _none_if_not_given(member: MemberDescriptorType, fallback: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """Reads a stored field; one that was not given is None, or what the class's `_read_<field>` says."""
     stored = member.__get__
 
     def read(message: Any) -> Any:
         value = stored(message)
-        return None if value is msgspec.UNSET else value
+        if value is not msgspec.UNSET:
+            return value
+        return None if fallback is None else fallback(message)
 
     read.stored = stored  # type: ignore[attr-defined]
     read.set_stored = member.__set__  # type: ignore[attr-defined]
@@ -189,8 +215,11 @@ def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     if len(args) > len(names):
         raise UnknownFieldError(f"{cls.__name__} has {len(names)} fields, got {len(args)} values")
     tag, tag_field = cls.__struct_config__.tag, cls.__struct_config__.tag_field
+    positional = dict(zip(names, args, strict=False))
+    for name in positional.keys() & kwargs.keys():
+        raise UnknownFieldError(f"{cls.__name__}: {name} is given twice", field=name)
     values = {}
-    for name, value in (dict(zip(names, args, strict=False)) | kwargs).items():
+    for name, value in (positional | kwargs).items():
         if name == tag_field and tag is not None:
             if value != tag:
                 raise InvalidInputError(f"{cls.__name__}: {name} is {tag!r}, not {value!r}", field=name)
@@ -199,6 +228,20 @@ def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
         elif value is not msgspec.UNSET:
             values[name] = value
     return values
+
+
+def _check_finite(cls_name: str, where: str, value: Any) -> None:
+    """JSON has no NaN and no infinity; writing null instead would be another value."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            _check_finite(cls_name, f"{where}[{key!r}]", item)
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            _check_finite(cls_name, f"{where}[{i}]", item)
+    else:
+        number = _plain_scalars(value)
+        if isinstance(number, float) and not math.isfinite(number):
+            raise InvalidInputError(f"{cls_name}: {where}: must be finite, got {number}", field=where)
 
 
 def _suggest(name: str, cls: Any) -> str:

@@ -91,7 +91,7 @@ def _submit(path: str, request: type[Any], result: type[Any], request_type: str,
 _BOTH: tuple[Encoding, ...] = ("json", "protobuf")
 _CHECKPOINT = "training_runs/{training_run_id}/checkpoints/{checkpoint_id}"
 
-# Service (protocol.md 5.1, 3)
+# Service
 HEALTHZ = _get("healthz", "healthz", service.HealthResponse)
 GET_SERVER_CAPABILITIES = _get(
     "get_server_capabilities", "get_server_capabilities", service.GetServerCapabilitiesResponse
@@ -111,7 +111,7 @@ GET_API_KEY = _get("get_api_key", "auth/apikey/me", service.ApiKeyResponse, sinc
 DELETE_API_KEY = Route(name="delete_api_key", method="DELETE", path=PREFIX + "auth/apikey/me", since="0.26")
 TELEMETRY = _post("telemetry", "telemetry", service.TelemetrySendRequest, service.TelemetryResponse)
 
-# Sessions (5.2)
+# Sessions
 CREATE_SESSION = _post(
     "create_session", "create_session", sessions.CreateSessionRequest, sessions.CreateSessionResponse
 )
@@ -145,7 +145,7 @@ SEARCH_SESSIONS = _post(
     since="0.36",
 )
 
-# Models and training (5.3, 5.5)
+# Models and training
 CREATE_MODEL = _submit("create_model", training.CreateModelRequest, training.CreateModelResponse, "CreateModel")
 GET_INFO = _post("get_info", "get_info", training.GetInfoRequest, training.GetInfoResponse)
 FORWARD_BACKWARD = _submit(
@@ -176,7 +176,7 @@ CREATE_CUSTOM_LOSS = _submit(
     since="0.36",
 )
 
-# Weights (5.4)
+# Weights
 SAVE_WEIGHTS = _submit("save_weights", weights.SaveWeightsRequest, weights.SaveWeightsResponse, "SaveWeights")
 LOAD_WEIGHTS = _submit("load_weights", weights.LoadWeightsRequest, weights.LoadWeightsResponse, "LoadWeights")
 SAVE_WEIGHTS_FOR_SAMPLER = _submit(
@@ -199,7 +199,7 @@ COPY_WEIGHTS = _post(
     "copy_weights", "copy_weights", weights.CopyWeightsRequest, weights.CopyWeightsResponse, since="0.27"
 )
 
-# Sampling (5.6)
+# Sampling
 CREATE_SAMPLING_SESSION = _post(
     "create_sampling_session",
     "create_sampling_session",
@@ -216,7 +216,7 @@ JOIN_SAMPLING_SESSION = _post(
 ASAMPLE = _submit("asample", sampling.SampleRequest, sampling.SampleResponse, "Sample", result_encodings=_BOTH)
 GET_SAMPLER = _get("get_sampler", "samplers/{sampler_id}", sampling.GetSamplerResponse, since="0.6")
 
-# Futures (5.7). The answer to retrieve_future depends on the promise; section 8 lists its forms.
+# Futures. The answer to retrieve_future depends on the promise: its result, or one of the forms in `futures`.
 RETRIEVE_FUTURE = _post("retrieve_future", "retrieve_future", futures.FutureRetrieveRequest, None)
 RETRIEVE_FUTURES = _post(
     "retrieve_futures",
@@ -227,7 +227,7 @@ RETRIEVE_FUTURES = _post(
 )
 CANCEL_FUTURE = _post("cancel_future", "cancel_future", futures.CancelFutureRequest, None, since="0.26")
 
-# Runs and checkpoints (5.8)
+# Runs and checkpoints
 LIST_TRAINING_RUNS = _get(
     "list_training_runs", "training_runs", runs.TrainingRunsResponse, query=runs.ListTrainingRunsQuery
 )
@@ -267,7 +267,7 @@ GET_CHECKPOINT_ARCHIVE = _get(
     "get_checkpoint_archive", _CHECKPOINT + "/archive", weights.CheckpointArchiveUrlResponse, until="0.35"
 )
 
-# Administration (5.9)
+# Administration
 GET_BILLING_USAGE = _get(
     "get_billing_usage",
     "billing/usage/events",

@@ -1,7 +1,7 @@
 """Sampling: what is asked of a model and what it answers.
 
 Arrays stay numpy; the list forms are made when they are read. On the wire "no logprob" is NaN in a row of floats and
-FILL_LOGPROB in a top-k table (protocol.md, section 7; proven by tests/contract).
+FILL_LOGPROB in a top-k table (proven by tests/contract/test_protobuf_contract.py).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TopkLogprobs(Frozen):
         rows: list[TopkRow] = []
         for tokens, logprobs in zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True):
             used = len(logprobs)
-            while used and logprobs[used - 1] == FILL_LOGPROB:
+            while used and (tokens[used - 1], logprobs[used - 1]) == (FILL_TOKEN, FILL_LOGPROB):
                 used -= 1
             rows.append(list(zip(tokens[:used], logprobs[:used], strict=True)) if used else None)
         return rows

@@ -14,9 +14,9 @@ class HealthResponse(Message, frozen=True, kw_only=True):
 
 class SupportedModel(Message, frozen=True, kw_only=True):
     model_name: str | None = NOT_GIVEN
-    max_context_length: int | None = NOT_GIVEN
-    trainable: bool | None = NOT_GIVEN
-    sampleable: bool | None = NOT_GIVEN
+    max_context_length: Annotated[int | None, since("0.18")] = NOT_GIVEN
+    trainable: Annotated[bool | None, since("0.26")] = NOT_GIVEN
+    sampleable: Annotated[bool | None, since("0.26")] = NOT_GIVEN
 
 
 class GetServerCapabilitiesResponse(Message, frozen=True, kw_only=True):
@@ -48,9 +48,9 @@ class ClientConfigResponse(Message, frozen=True, kw_only=True):
     sample_use_retrieve_futures: bool = False
     custom_loss_server_side: bool = False
     sample_join_sampling_session: bool = False
-    proto_write_fwdbwd: bool | None = NOT_GIVEN
+    proto_write_fwdbwd: bool = False
     """Read by 0.19 to 0.24 only: send forward_backward as protobuf."""
-    fwd_via_fwdbwd: bool | None = NOT_GIVEN
+    fwd_via_fwdbwd: bool = False
     """Read by 0.23 and 0.24 only: send forward as a forward_backward with the flag."""
 
 

@@ -13,7 +13,7 @@ from tinsmith.wire.runs import AccessScope
 
 class CreateSessionRequest(Message, frozen=True, kw_only=True):
     tags: list[str] = []
-    user_metadata: dict[str, Any] | None = msgspec.field(default_factory=dict)
+    user_metadata: dict[str, Any] | None = NOT_GIVEN
     sdk_version: str = ""
     project_id: Annotated[str | None, since("0.15")] = NOT_GIVEN
     display_name: Annotated[str | None, since("0.34")] = NOT_GIVEN

@@ -5,6 +5,7 @@ Losses are named here and computed by the engine; datums are in `inputs`, tensor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -13,7 +14,19 @@ import msgspec
 from tinsmith.errors import InvalidInputError
 from tinsmith.wire.frozen import Frozen
 from tinsmith.wire.inputs import Datum
-from tinsmith.wire.message import NOT_GIVEN, Count, Message, PositiveInt, SeqId, Tagged, is_given, since, store
+from tinsmith.wire.message import (
+    NOT_GIVEN,
+    Count,
+    Message,
+    PositiveInt,
+    SeqId,
+    Tagged,
+    describe,
+    is_given,
+    raw,
+    since,
+    store,
+)
 from tinsmith.wire.tensors import TensorData
 
 ModelID: TypeAlias = str
@@ -87,7 +100,10 @@ def read_optimizer(message: Message) -> None:
     if isinstance(value, Mapping):
         kinds: dict[Any, type[Message]] = {"adamw": AdamOptimizerConfig, "dimuon": DimuonOptimizerConfig}
         kind = kinds.get(value.get("type"), OtherOptimizerConfig)
-        store(message, "optimizer_config", kind.model_validate(dict(value)))
+        try:
+            store(message, "optimizer_config", kind.model_validate(dict(value)))
+        except InvalidInputError:  # a version of a known optimizer that we do not know
+            store(message, "optimizer_config", OtherOptimizerConfig.model_validate(dict(value)))
 
 
 class CreateModelRequest(Message, frozen=True, kw_only=True):
@@ -170,6 +186,9 @@ class ForwardBackwardOutput(Frozen):
         )
 
     def to_builtins(self) -> dict[str, Any]:
+        for name, value in self.metrics.items():
+            if not math.isfinite(value):
+                raise InvalidInputError(f"metrics[{name!r}]: JSON has no {value}", field=f"metrics[{name!r}]")
         return {
             "loss_fn_output_type": self.loss_fn_output_type,
             "loss_fn_outputs": [
@@ -202,29 +221,27 @@ class OptimStepRequest(Message, frozen=True, kw_only=True):
     type: Literal["optim_step"] = "optim_step"
     adam_params: AdamParams | None = NOT_GIVEN
     optimizer_params: Annotated[DimuonParams | None, since("0.30")] = NOT_GIVEN
-    either_params: Annotated[Any, since("0.30")] = msgspec.field(default=NOT_GIVEN, name="optim_params")
+    optim_params: Annotated[Any, since("0.30")] = NOT_GIVEN
 
     def __post_init__(self) -> None:
-        if self.either_params is not None:
-            is_tagged = isinstance(self.either_params, DimuonParams) or (
-                isinstance(self.either_params, Mapping) and "type" in self.either_params
-            )
+        given = raw(self, "optim_params")
+        if given is not NOT_GIVEN and given is not None:
+            is_tagged = isinstance(given, DimuonParams) or (isinstance(given, Mapping) and "type" in given)
             name, kind = ("optimizer_params", DimuonParams) if is_tagged else ("adam_params", AdamParams)
-            params = msgspec.convert(self.either_params, kind)
-            store(self, name, params)
-            store(self, "either_params", NOT_GIVEN)
+            try:
+                store(self, name, msgspec.convert(given, kind))
+            except msgspec.ValidationError as error:
+                raise InvalidInputError(f"optim_params: {describe(error)}", field="optim_params") from None
+        store(self, "optim_params", NOT_GIVEN)
         if (self.adam_params is None) == (self.optimizer_params is None):
             raise InvalidInputError("an optimizer step needs adam_params or optimizer_params, exactly one of them")
         for name in ("adam_params", "optimizer_params"):
             if is_given(self, name) and getattr(self, name) is None:
                 store(self, name, NOT_GIVEN)
 
-    @property
-    def optim_params(self) -> OptimParams:
+    def _read_optim_params(self) -> OptimParams | None:
         """The step's parameters, whichever optimizer they are for."""
-        params = self.adam_params if self.adam_params is not None else self.optimizer_params
-        assert params is not None
-        return params
+        return self.adam_params if self.adam_params is not None else self.optimizer_params
 
 
 class OptimStepResponse(Message, frozen=True, kw_only=True):

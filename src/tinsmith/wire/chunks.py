@@ -1,0 +1,259 @@
+"""The chunks that a model input is made of: text, images, audio.
+
+Owns: what each chunk holds, its length and byte estimate, its JSON form (media in base64).
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
+
+import numpy as np
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.wire.numbers import Array, token_ids
+
+ImageFormat: TypeAlias = Literal["png", "jpeg"]
+
+_set = object.__setattr__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedTextChunk:
+    """Tokens of text. A list is copied; a numpy array is kept as it is."""
+
+    tokens: Sequence[int] | Array
+    type: Literal["encoded_text"] = "encoded_text"
+
+    def __post_init__(self) -> None:
+        _check_type(self)
+        _set(self, "tokens", token_ids(self.tokens, "tokens"))
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def estimated_bytes(self) -> int:
+        return 4 * len(self.tokens)
+
+    def to_ints(self) -> list[int]:
+        ints: list[int] = self.tokens.tolist() if isinstance(self.tokens, np.ndarray) else list(self.tokens)
+        return ints
+
+    def to_builtins(self) -> dict[str, Any]:
+        return {"tokens": self.to_ints(), "type": self.type}
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, EncodedTextChunk):
+            return NotImplemented
+        return self.to_ints() == other.to_ints()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageDimensions:
+    """The size an image is to be read at (binary wire only)."""
+
+    width: int
+    height: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageChunk:
+    """An image; base64 in JSON. Releases before 0.6 gave height, width and tokens instead of expected_tokens."""
+
+    data: bytes
+    format: ImageFormat
+    expected_tokens: int | None = None
+    override_dimensions: ImageDimensions | None = None
+    height: int | None = None
+    width: int | None = None
+    tokens: int | None = None
+    type: Literal["image"] = "image"
+
+    def __post_init__(self) -> None:
+        _check_type(self)
+        _check_format(self.format)
+        _set(self, "data", _bytes_of(self.data, "data"))
+        for name in ("expected_tokens", "height", "width", "tokens"):
+            _check_count(name, getattr(self, name))
+
+    @property
+    def length(self) -> int:
+        return _known_length(self.expected_tokens if self.expected_tokens is not None else self.tokens, "image")
+
+    @property
+    def estimated_bytes(self) -> int:
+        return len(self.data)
+
+    def to_builtins(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in ("expected_tokens", "height", "width", "tokens")}
+        encoded = {"data": base64.b64encode(self.data).decode(), "format": self.format, "type": self.type}
+        return encoded | {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageAssetPointerChunk:
+    """An image that the server fetches itself. Travels in JSON only."""
+
+    format: ImageFormat
+    location: str
+    expected_tokens: int | None = None
+    height: int | None = None
+    width: int | None = None
+    tokens: int | None = None
+    type: Literal["image_asset_pointer"] = "image_asset_pointer"
+
+    def __post_init__(self) -> None:
+        _check_type(self)
+        _check_format(self.format)
+        if not isinstance(self.location, str):
+            raise InvalidInputError(f"location: expected text, got {type(self.location).__name__}", field="location")
+        for name in ("expected_tokens", "height", "width", "tokens"):
+            _check_count(name, getattr(self, name))
+
+    @property
+    def length(self) -> int:
+        return _known_length(self.expected_tokens if self.expected_tokens is not None else self.tokens, "image pointer")
+
+    @property
+    def estimated_bytes(self) -> int:
+        return len(self.location)
+
+    def to_builtins(self) -> dict[str, Any]:
+        given = {name: getattr(self, name) for name in ("expected_tokens", "height", "width", "tokens")}
+        encoded = {"format": self.format, "location": self.location, "type": self.type}
+        return encoded | {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DmelChunk:
+    """Audio tokens in their tensor container; base64 in JSON."""
+
+    dmel: bytes
+    type: Literal["dmel"] = "dmel"
+
+    CONSTANT_MARKER: ClassVar[int] = 254
+    MAX_DTYPE: ClassVar[int] = 7
+
+    def __post_init__(self) -> None:
+        _check_type(self)
+        _set(self, "dmel", _bytes_of(self.dmel, "dmel"))
+
+    @property
+    def length(self) -> int:
+        """The first dimension, read from the container's header."""
+        position = 1 if self.dmel[:1] == bytes([self.CONSTANT_MARKER]) else 0
+        if len(self.dmel) <= position or self.dmel[position] > self.MAX_DTYPE:
+            raise InvalidInputError("dmel: not a tensor container (no dtype byte of 0 to 7 at its start)", field="dmel")
+        dimensions, position = _varint(self.dmel, position + 1)
+        if dimensions == 0:
+            raise InvalidInputError("dmel: the container holds a scalar, which has no length", field="dmel")
+        return _varint(self.dmel, position)[0]
+
+    @property
+    def estimated_bytes(self) -> int:
+        return len(self.dmel)
+
+    def to_builtins(self) -> dict[str, Any]:
+        return {"dmel": base64.b64encode(self.dmel).decode(), "type": self.type}
+
+
+ModelInputChunk: TypeAlias = EncodedTextChunk | ImageAssetPointerChunk | ImageChunk | DmelChunk
+
+_CHUNK_TYPES: Mapping[str, type[Any]] = {
+    "encoded_text": EncodedTextChunk,
+    "image": ImageChunk,
+    "image_asset_pointer": ImageAssetPointerChunk,
+    "dmel": DmelChunk,
+}
+
+
+def chunk_from_builtins(value: Any) -> ModelInputChunk:
+    """A chunk from JSON. Releases before 0.18 leave `type` out; the keys then say what it is."""
+    if not isinstance(value, Mapping):
+        raise InvalidInputError(f"expected a chunk object, got {type(value).__name__}")
+    kind = value.get("type")
+    if kind is None:
+        kind = _inferred_type(value)
+    if kind not in _CHUNK_TYPES:
+        raise InvalidInputError(f"type: {kind!r} is not a chunk type (known: {', '.join(_CHUNK_TYPES)})", field="type")
+    chunk_type = _CHUNK_TYPES[kind]
+    known = {name: value[name] for name in chunk_type.__dataclass_fields__ if value.get(name) is not None}
+    for name in ("data", "dmel"):
+        if isinstance(known.get(name), str):
+            known[name] = _from_base64(known[name], name)
+    known.pop("override_dimensions", None)
+    try:
+        chunk: ModelInputChunk = chunk_type(**known)
+    except TypeError:
+        needed = [spec.name for spec in fields(chunk_type) if spec.default is MISSING and spec.name not in known]
+        raise InvalidInputError(f"{kind} chunk lacks {' and '.join(needed)}", field=needed[0]) from None
+    return chunk
+
+
+def _inferred_type(value: Mapping[str, Any]) -> str:
+    for key, kind in (
+        ("dmel", "dmel"),
+        ("location", "image_asset_pointer"),
+        ("data", "image"),
+        ("tokens", "encoded_text"),
+    ):
+        if key in value:
+            return kind
+    raise InvalidInputError("a chunk without type needs one of the keys tokens, data, location, dmel", field="type")
+
+
+def _check_type(chunk: Any) -> None:
+    expected = type(chunk).__dataclass_fields__["type"].default
+    if chunk.type != expected:
+        raise InvalidInputError(f"type: {type(chunk).__name__} is {expected!r}, not {chunk.type!r}", field="type")
+
+
+def _check_format(value: Any) -> None:
+    if value not in get_args(ImageFormat):
+        raise InvalidInputError(f"format: {value!r} is not supported (allowed: png, jpeg)", field="format")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise InvalidInputError(f"{name}: expected a count of 0 or more, got {value!r}", field=name)
+
+
+def _bytes_of(value: Any, name: str) -> bytes:
+    if isinstance(value, str):
+        return _from_base64(value, name)
+    if not isinstance(value, (bytes, bytearray, memoryview)):
+        raise InvalidInputError(f"{name}: expected bytes, got {type(value).__name__}", field=name)
+    return bytes(value)
+
+
+def _from_base64(text: str, name: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidInputError(f"{name}: not valid base64", field=name) from None
+
+
+def _known_length(tokens: int | None, kind: str) -> int:
+    if tokens is None:
+        raise InvalidInputError(
+            f"the length of an {kind} chunk is known only with expected_tokens", field="expected_tokens"
+        )
+    return tokens
+
+
+def _varint(data: bytes, position: int) -> tuple[int, int]:
+    value = shift = 0
+    for byte in data[position : position + 10]:
+        value |= (byte & 0x7F) << shift
+        shift += 7
+        position += 1
+        if byte < 0x80:
+            return value, position
+    raise InvalidInputError("dmel: the container's header is cut off or its numbers are too long", field="dmel")

@@ -1,0 +1,243 @@
+"""Which part of the package may import which; the arrows point one way."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+BOTTOM = {"errors", "config", "version"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "version": set(),
+    "config": {"errors", "version"},
+    "wire": {"errors", "version", "wire"},
+    "types": {"errors", "wire", "types"},
+    "transport": BOTTOM | {"wire", "transport"},
+    "client": BOTTOM | {"wire", "transport", "client"},
+    "cli": BOTTOM | {"wire", "transport", "client", "cli"},
+    "store": BOTTOM | {"wire", "store"},
+    "server": BOTTOM | {"wire", "store", "server"},
+    "engine": BOTTOM | {"wire", "store", "engine"},
+    "web": {"web"},
+    "__init__": {"version"},
+    "__main__": {"cli"},
+}
+ALLOWED_LAZILY: dict[str, set[str]] = {
+    "tinsmith": {"errors", "types", "client"},
+    "tinsmith.cli.serve": {"server"},
+    "tinsmith.server.app": {"engine"},
+}
+OFFICIAL = {"tinker", "tinker_cookbook"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, and whether importing the importer leaves it unloaded."""
+
+    target: str
+    line: int
+    in_function: bool
+    for_types: bool
+    is_relative: bool = False
+
+    @property
+    def is_lazy(self) -> bool:
+        return self.in_function or self.for_types
+
+
+def imports(source: str) -> Iterator[Import]:
+    yield from _walk(ast.parse(source), in_function=False, for_types=False)
+
+
+def _walk(node: ast.AST, *, in_function: bool, for_types: bool) -> Iterator[Import]:
+    if isinstance(node, ast.If) and _tests_type_checking(node.test):
+        for child in node.body:
+            yield from _walk(child, in_function=in_function, for_types=True)
+        for child in node.orelse:
+            yield from _walk(child, in_function=in_function, for_types=for_types)
+        return
+    for target, is_relative in _targets(node):
+        yield Import(target, getattr(node, "lineno", 0), in_function, for_types, is_relative)
+    in_function = in_function or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child, in_function=in_function, for_types=for_types)
+
+
+def _targets(node: ast.AST) -> list[tuple[str, bool]]:
+    if isinstance(node, ast.Import):
+        return [(alias.name, False) for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        return [(f"{base}.{alias.name}".strip("."), node.level > 0) for alias in node.names]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in (
+        "importlib.import_module",
+        "import_module",
+        "__import__",
+    ):
+        named = [
+            part.value for argument in node.args[:1] for part in ast.walk(argument) if isinstance(part, ast.Constant)
+        ]
+        return [(name, name.startswith(".")) for name in named if isinstance(name, str)]
+    return []
+
+
+def _tests_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def violations(module: str, source: str) -> list[str]:
+    """What is wrong with a module's imports, one line each."""
+    layer = module.split(".")[1] if "." in module else "__init__"
+    if layer not in ALLOWED:
+        return [f"{module}: {layer} is not a known part of the package"]
+    found = [(item, _problem(module, layer, item)) for item in imports(source)]
+    return [f"{module}:{item.line}: {problem}" for item, problem in found if problem]
+
+
+def _problem(module: str, layer: str, item: Import) -> str | None:
+    top = item.target.partition(".")[0]
+    if item.is_relative:
+        return f"relative import of {item.target}"
+    if top in OFFICIAL:
+        return f"imports the official package {top}"
+    if top == "torch" and layer != "engine" and not item.is_lazy:
+        return "imports torch when it is loaded"
+    if top != "tinsmith":
+        return None
+    target = _imported_layer(item.target)
+    if target in ALLOWED[layer] or (target == "__init__" and item.target == "tinsmith.__version__"):
+        return None
+    if layer == "server" and (item.target + ".").startswith("tinsmith.engine.base."):
+        return None
+    if target in ALLOWED_LAZILY.get(module, ()):
+        return None if _is_lazy_enough(module, item) else f"imports {item.target} when it is loaded"
+    return f"{layer} may not import {item.target}"
+
+
+def _is_lazy_enough(module: str, item: Import) -> bool:
+    return item.is_lazy if module == "tinsmith" else item.in_function
+
+
+def _imported_layer(target: str) -> str:
+    """The part that a target belongs to; a bare name such as tinsmith.Datum belongs to the package's own file."""
+    parts = target.split(".")
+    return parts[1] if len(parts) > 2 or (len(parts) == 2 and parts[1] in ALLOWED) else "__init__"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = sorted(SOURCE.glob("tinsmith/**/*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_every_import_follows_the_arrows(path: Path) -> None:
+    assert violations(module_name(path), path.read_text()) == []
+
+
+def test_the_walk_finds_the_package() -> None:
+    names = {module_name(path) for path in MODULES}
+    assert {"tinsmith", "tinsmith.errors", "tinsmith.wire.routes", "tinsmith.types", "tinsmith.cli.main"} <= names
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("tinsmith.wire.tensors", "from tinsmith.errors import WireError\nfrom tinsmith.wire import numbers"),
+        ("tinsmith.wire.tensors", "from tinsmith.version import PROTOCOL_VERSION"),
+        ("tinsmith.wire.tensors", "def f():\n    import torch"),
+        ("tinsmith.wire.tensors", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("tinsmith.transport.http", "from tinsmith.config import ClientConfig\nfrom tinsmith.wire import routes"),
+        ("tinsmith.client.training", "from tinsmith.transport.base import Transport"),
+        ("tinsmith.cli.run", "from tinsmith.client.rest import RestClient"),
+        ("tinsmith.cli.serve", "def serve():\n    from tinsmith.server.app import create_app"),
+        ("tinsmith.store.sqlite", "import sqlite3\nfrom tinsmith.wire import runs"),
+        ("tinsmith.server.routes.training", "from tinsmith.engine.base import Backend"),
+        ("tinsmith.server.routes.training", "from tinsmith.engine import base"),
+        ("tinsmith.server.app", "def make():\n    from tinsmith.engine.process import Process"),
+        ("tinsmith.engine.trainer", "import torch\nfrom tinsmith.store.base import Store"),
+        ("tinsmith.types", "from tinsmith.errors import TinkerError\nfrom tinsmith.wire.inputs import Datum"),
+        ("tinsmith", "import importlib\ndef f():\n    importlib.import_module('tinsmith.client')"),
+        ("tinsmith", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tinsmith.types import Datum"),
+        ("tinsmith.__main__", "from tinsmith.cli.main import main"),
+    ],
+)
+def test_the_checker_accepts(module: str, source: str) -> None:
+    assert violations(module, source) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "problem"),
+    [
+        ("tinsmith.errors", "from tinsmith.wire import message", "errors may not import tinsmith.wire.message"),
+        ("tinsmith.wire.tensors", "import torch", "imports torch when it is loaded"),
+        ("tinsmith.wire.tensors", "from torch.nn import functional", "imports torch when it is loaded"),
+        ("tinsmith.wire.tensors", "class A:\n    import torch", "imports torch when it is loaded"),
+        ("tinsmith.wire.tensors", "try:\n    import torch\nexcept ImportError:\n    pass", "imports torch"),
+        (
+            "tinsmith.wire.tensors",
+            "from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n    import torch",
+            "imports torch when it is loaded",
+        ),
+        (
+            "tinsmith.wire.tensors",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import torch",
+            "imports torch when it is loaded",
+        ),
+        ("tinsmith.wire.routes", "from tinsmith.config import ClientConfig", "wire may not import tinsmith.config"),
+        ("tinsmith.wire.routes", "def f():\n    from tinsmith import client", "wire may not import tinsmith.client"),
+        ("tinsmith.wire.routes", "from tinsmith import Datum", "wire may not import tinsmith.Datum"),
+        ("tinsmith.wire.routes", "import tinsmith", "wire may not import tinsmith"),
+        ("tinsmith.wire.routes", "from . import message", "relative import of message"),
+        ("tinsmith.wire.routes", "from .message import Message", "relative import of message.Message"),
+        ("tinsmith.wire.routes", "from tinsmith.types import Datum", "wire may not import tinsmith.types.Datum"),
+        ("tinsmith.types", "from tinsmith.version import __version__", "types may not import tinsmith.version"),
+        ("tinsmith.types", "from tinsmith.client import service", "types may not import tinsmith.client.service"),
+        ("tinsmith.transport.http", "from tinsmith.client import futures", "transport may not import tinsmith.client"),
+        ("tinsmith.client.rest", "from tinsmith.store import sqlite", "client may not import tinsmith.store.sqlite"),
+        ("tinsmith.cli.run", "def f():\n    from tinsmith.server import app", "cli may not import tinsmith.server.app"),
+        ("tinsmith.cli.serve", "from tinsmith.server import app", "imports tinsmith.server.app when it is loaded"),
+        ("tinsmith.store.sqlite", "from tinsmith.engine import base", "store may not import tinsmith.engine.base"),
+        (
+            "tinsmith.server.auth",
+            "from tinsmith.engine.optim import step",
+            "server may not import tinsmith.engine.optim",
+        ),
+        ("tinsmith.server.auth", "from tinsmith.engine.baseline import x", "server may not import"),
+        ("tinsmith.server.auth", "import torch", "imports torch when it is loaded"),
+        ("tinsmith.server.app", "from tinsmith.engine.process import Process", "when it is loaded"),
+        ("tinsmith.server.app", "from tinsmith.client import rest", "server may not import tinsmith.client.rest"),
+        ("tinsmith.engine.trainer", "from tinsmith.server import app", "engine may not import tinsmith.server.app"),
+        ("tinsmith.engine.trainer", "def f():\n    from tinsmith.server import app", "engine may not import"),
+        ("tinsmith.engine.trainer", "from tinsmith.client import rest", "engine may not import tinsmith.client.rest"),
+        ("tinsmith.engine.trainer", "def f():\n    import tinker", "imports the official package tinker"),
+        ("tinsmith.cli.main", "from tinker_cookbook.rl import train", "imports the official package tinker_cookbook"),
+        ("tinsmith", "from tinsmith.types import Datum", "imports tinsmith.types.Datum when it is loaded"),
+        ("tinsmith", "def f():\n    from tinsmith.server import app", "__init__ may not import tinsmith.server.app"),
+        (
+            "tinsmith.client.rest",
+            "import importlib\ndef f():\n    importlib.import_module('tinsmith.engine.lora')",
+            "client may not import tinsmith.engine.lora",
+        ),
+        ("tinsmith.novelty.thing", "import os", "novelty is not a known part"),
+        ("tinsmith.novelty", "import os", "novelty is not a known part"),
+    ],
+)
+def test_the_checker_refuses(module: str, source: str, problem: str) -> None:
+    found = violations(module, source)
+    assert len(found) == 1
+    assert problem in found[0]
+
+
+def test_the_checker_gives_the_line() -> None:
+    assert violations("tinsmith.wire.x", "import os\n\nimport tinker\n") == [
+        "tinsmith.wire.x:3: imports the official package tinker"
+    ]
