@@ -34,13 +34,14 @@ def array_backed() -> dict[type, Any]:
     weights = TensorData([0.5, 1.0], "float32")
     targets = TensorData([2, 3], "int64")
     datum = Datum(ModelInput.from_ints([1, 2]), {"target_tokens": targets, "weights": weights})
-    sequence = SampledSequence("stop", tokens=[4, 5], logprobs=[-0.5, -1.0])
+    rows = [None, [(1, -0.5), (2, -1.0)]]
+    sequence = SampledSequence("stop", tokens=[4, 5], logprobs=[-0.5, -1.0], _topk_logprobs_list=rows)
     return {
         TensorData: weights,
         ModelInput: ModelInput.from_ints([1, 2]),
         Datum: datum,
         SampledSequence: sequence,
-        SampleResponse: SampleResponse([sequence], _prompt_logprobs_list=[None, -2.0]),
+        SampleResponse: SampleResponse([sequence], _prompt_logprobs_list=[None, -2.0], _topk_prompt_logprobs_list=rows),
         ForwardBackwardOutput: ForwardBackwardOutput("ArrayRecord", [{"logprobs": weights}], {"loss:sum": 1.5}),
     }
 

@@ -21,7 +21,7 @@ ImageFormat: TypeAlias = Literal["png", "jpeg"]
 _set = object.__setattr__
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class EncodedTextChunk:
     """Tokens of text. A list is copied; a numpy array is kept as it is."""
 
@@ -39,6 +39,10 @@ class EncodedTextChunk:
     @property
     def estimated_bytes(self) -> int:
         return 4 * len(self.tokens)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(str, self.tokens[:8])) + (", ..." if len(self.tokens) > 8 else "")
+        return f"EncodedTextChunk(tokens=[{shown}], length={len(self.tokens)})"
 
     def to_ints(self) -> list[int]:
         ints: list[int] = self.tokens.tolist() if isinstance(self.tokens, np.ndarray) else list(self.tokens)
@@ -181,7 +185,7 @@ def chunk_from_builtins(value: Any) -> ModelInputChunk:
     kind = value.get("type")
     if kind is None:
         kind = _inferred_type(value)
-    if kind not in _CHUNK_TYPES:
+    if not isinstance(kind, str) or kind not in _CHUNK_TYPES:
         raise InvalidInputError(f"type: {kind!r} is not a chunk type (known: {', '.join(_CHUNK_TYPES)})", field="type")
     chunk_type = _CHUNK_TYPES[kind]
     known = {name: value[name] for name in chunk_type.__dataclass_fields__ if value.get(name) is not None}

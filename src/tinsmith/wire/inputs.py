@@ -98,8 +98,11 @@ class _ProvenanceSpan:
     length: int
 
     def __post_init__(self) -> None:
-        if not self.sequence_id:
-            raise InvalidInputError(f"{type(self).__name__}.sequence_id is empty", field="sequence_id")
+        if not isinstance(self.sequence_id, str) or not self.sequence_id:
+            raise InvalidInputError(
+                f"{type(self).__name__}.sequence_id must be a text that is not empty, got {self.sequence_id!r}",
+                field="sequence_id",
+            )
         for name in ("offset", "length"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -142,10 +145,15 @@ class Datum(Frozen):
                 "ModelInput.from_ints(tokens) makes one",
                 field="model_input",
             )
+        if not isinstance(loss_fn_inputs, Mapping):
+            kind = type(loss_fn_inputs).__name__
+            raise InvalidInputError(f"loss_fn_inputs: expected tensors by name, got {kind}", field="loss_fn_inputs")
         inputs = {key: _loss_input(key, value) for key, value in loss_fn_inputs.items()}
         _check_lengths(inputs, model_input)
         if (model_input_spans is None) != (loss_fn_input_spans is None):
             raise InvalidInputError("model_input_spans and loss_fn_input_spans come together: set both or neither")
+        if model_input_spans is not None and loss_fn_input_spans is not None:
+            _check_spans(model_input, inputs, model_input_spans, loss_fn_input_spans)
         self._init(
             model_input=model_input,
             loss_fn_inputs=inputs,
@@ -155,9 +163,6 @@ class Datum(Frozen):
 
     def with_provenance(self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans) -> Self:
         """A copy that says where its tokens came from; the spans must cover input and target_tokens exactly."""
-        _check_tiling("model_input", model_input, self.model_input.length)
-        if "target_tokens" in self.loss_fn_inputs:
-            _check_tiling("loss_fn_inputs", loss_fn_inputs, len(self.loss_fn_inputs["target_tokens"]))
         return self.replace(model_input_spans=list(model_input), loss_fn_input_spans=list(loss_fn_inputs))
 
     @property
@@ -207,6 +212,8 @@ def _chunk(chunk: Any, index: int) -> ModelInputChunk:
 
 def _loss_input(key: str, value: Any) -> TensorData:
     where = f"loss_fn_inputs[{key!r}]"
+    if not isinstance(key, str):
+        raise InvalidInputError(f"{where}: the name of an input is a text", field="loss_fn_inputs")
     tensor = _tensor(key, value, where)
     if key == "target_tokens":
         if tensor.dtype != "int64":
@@ -235,11 +242,17 @@ def _tensor(key: str, value: Any, where: str) -> TensorData:
     return tensor_of(value, where, LIST_DTYPES[key])
 
 
+def _known_length(model_input: ModelInput) -> int | None:
+    try:
+        return model_input.length
+    except InvalidInputError:  # an image of unknown size: the server knows its length, we do not
+        return None
+
+
 def _check_lengths(inputs: LossFnInputs, model_input: ModelInput) -> None:
     per_token = {key: tensor for key, tensor in inputs.items() if key in LIST_DTYPES}
-    try:
-        expected = model_input.length
-    except InvalidInputError:  # an image of unknown size: the server knows its length, we do not
+    expected = _known_length(model_input) if per_token else None
+    if expected is None:
         return
     for key, tensor in per_token.items():
         if len(tensor) != expected:
@@ -249,6 +262,17 @@ def _check_lengths(inputs: LossFnInputs, model_input: ModelInput) -> None:
                 "each input token needs exactly one",
                 field=where,
             )
+
+
+def _check_spans(
+    model_input: ModelInput, inputs: LossFnInputs, input_spans: ProvenanceSpans, loss_spans: ProvenanceSpans
+) -> None:
+    """Spans cover input and targets exactly."""
+    expected = _known_length(model_input)
+    if expected is not None:
+        _check_tiling("model_input", input_spans, expected)
+    if "target_tokens" in inputs:
+        _check_tiling("loss_fn_inputs", loss_spans, len(inputs["target_tokens"]))
 
 
 def _check_tiling(name: str, spans: Iterable[ProvenanceSpan], expected: int) -> None:

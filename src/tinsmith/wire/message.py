@@ -51,6 +51,9 @@ def enc_hook(value: Any) -> Any:
     """Reduce one of our numpy-backed types to what JSON has."""
     to_builtins = getattr(value, "to_builtins", None)
     if to_builtins is None:
+        number = _plain_scalars(value)
+        if number is not value:
+            return number
         raise NotImplementedError(f"{type(value)!r} cannot be sent as JSON")
     return to_builtins()
 

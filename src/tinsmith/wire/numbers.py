@@ -10,7 +10,7 @@ import math
 import struct
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Annotated, Any, NoReturn, TypeAlias
 
 import msgspec
@@ -87,7 +87,7 @@ def check_ids(array: Array, where: str) -> None:
     if array.size == 0:
         return
     # Seen as unsigned, a negative id is a huge one: a single pass finds both kinds.
-    unsigned = array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "i" else array
+    unsigned = array.view(array.dtype.str.replace("i", "u")) if array.dtype.kind == "i" else array
     if unsigned.max() > MAX_TOKEN_ID or (array.dtype.itemsize < 4 and array.min() < 0):
         index = np.argwhere((array < 0) | (array > MAX_TOKEN_ID))[0]
         value = array[tuple(index)]
@@ -96,14 +96,18 @@ def check_ids(array: Array, where: str) -> None:
         )
 
 
-def torch_to_numpy(tensor: Any) -> Array:
+def torch_to_numpy(tensor: Any, where: str) -> Array:
     """A torch tensor's values as numpy; bfloat16 and half widen exactly to float32."""
     tensor = tensor.detach().cpu()
     if tensor.is_sparse or str(tensor.layout) != "torch.strided":
         tensor = tensor.to_dense()
     if str(tensor.dtype) in ("torch.bfloat16", "torch.float16"):
         tensor = tensor.float()
-    array: Array = tensor.contiguous().numpy()
+    try:
+        array: Array = tensor.contiguous().numpy()
+    except TypeError:
+        text = f"{where}: a tensor of {tensor.dtype} cannot be sent; convert it to float32 first"
+        raise InvalidInputError(text, field=where) from None
     return array
 
 
@@ -143,9 +147,7 @@ def _as_float32(values: Array, where: str) -> Array:
         if overflown.any():
             index = np.argwhere(overflown)[0]
             _too_large(values[tuple(index)], f"{where}{_index(index)}")
-        lost = rounded.astype(np.float64) != values
-        if kind == "f":
-            lost &= ~np.isnan(values)
+        lost = _differs(rounded, values)
         if lost.any():
             _warn_rounded(where, int(lost.sum()), values)
         return rounded
@@ -153,6 +155,18 @@ def _as_float32(values: Array, where: str) -> Array:
         return _slow_float_array(values.tolist(), where)
     hint = "; pass .astype(np.float32) if that is meant" if kind == "b" else ""
     raise InvalidInputError(f"{where}: expected numbers, got an array of {values.dtype}{hint}", field=where)
+
+
+def _differs(rounded: Array, values: Array) -> Array:
+    """Where float32 does not hold the very number; NaN is NaN."""
+    if values.dtype.kind == "f":
+        differs: Array = (rounded.astype(values.dtype) != values) & ~np.isnan(values)
+        return differs
+    # Integers near the end of their range round up to a float beyond it, which has no integer to compare with.
+    in_range = rounded < 2.0 ** (63 if values.dtype.kind == "i" else 64)
+    back = np.where(in_range, rounded, 0).astype(values.dtype)
+    differs = ~in_range | (back != values)
+    return differs
 
 
 def _warn_rounded(where: str, count: int, values: Array) -> None:
@@ -185,10 +199,14 @@ def _stack(rows: Sequence[Any], where: str, convert: Any) -> Array:
 
 def _slow_int_array(values: Any, where: str) -> Array:
     """One by one: numpy integers are welcome, everything else is named."""
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
-        raise InvalidInputError(f"{where}: expected a sequence of integers, got {type(values).__name__}", field=where)
+    _check_sequence(values, "integers", where)
     integers = [_integer(value, f"{where}[{i}]") for i, value in enumerate(values)]
     return np.array(integers, np.int64)
+
+
+def _check_sequence(values: Any, kind: str, where: str) -> None:
+    if isinstance(values, (str, bytes, Mapping, Set)) or not hasattr(values, "__len__"):
+        raise InvalidInputError(f"{where}: expected a sequence of {kind}, got {type(values).__name__}", field=where)
 
 
 def _integer(value: Any, where: str) -> int:
@@ -196,13 +214,12 @@ def _integer(value: Any, where: str) -> int:
         raise InvalidInputError(f"{where}: expected an integer, got {_shown(value)}", field=where)
     number = int(value)
     if not -(2**63) <= number < 2**63:
-        raise InvalidInputError(f"{where}: {number} does not fit int64", field=where)
+        raise InvalidInputError(f"{where}: {_shown(number)} does not fit int64", field=where)
     return number
 
 
 def _slow_float_array(values: Any, where: str) -> Array:
-    if isinstance(values, (str, bytes)) or not hasattr(values, "__len__"):
-        raise InvalidInputError(f"{where}: expected a sequence of numbers, got {type(values).__name__}", field=where)
+    _check_sequence(values, "numbers", where)
     numbers: list[float] = []
     for i, value in enumerate(values):
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
@@ -222,7 +239,8 @@ def _float32_of(numbers: list[float], where: str) -> Array:
 
 
 def _too_large(value: float, where: str) -> NoReturn:
-    raise InvalidInputError(f"{where}: {value} does not fit float32 (largest: {_FLOAT32_MAX:.6g})", field=where)
+    shown = _shown(value) if isinstance(value, int) else f"{value:g}"
+    raise InvalidInputError(f"{where}: {shown} does not fit float32 (largest: {_FLOAT32_MAX:.6g})", field=where)
 
 
 def _shown(value: Any) -> str:

@@ -26,7 +26,7 @@ from tinsmith.wire.protobuf import (
     read_fields,
     widen,
 )
-from tinsmith.wire.tensors import NUMPY_DTYPES, TensorData, TensorDtype
+from tinsmith.wire.tensors import MAX_DIMS, NUMPY_DTYPES, TensorData, TensorDtype
 from tinsmith.wire.training import ForwardBackwardOutput, LossFnOutput
 
 
@@ -34,7 +34,7 @@ def encode_output(output: ForwardBackwardOutput) -> bytes:
     """The result of a forward_backward; datums alike in fields and trailing shapes share a record."""
     message = Message()
     message.text(1, output.loss_fn_output_type)
-    for group in _groups(output.loss_fn_outputs):
+    for group in _groups([{name: _dense(tensor) for name, tensor in row.items()} for row in output.loss_fn_outputs]):
         message.message(2, _record_message(group))
     for name, value in output.metrics.items():
         entry = Message()
@@ -61,6 +61,10 @@ def decode_output(body: bytes | memoryview, max_datums: int = MAX_ITEMS) -> Forw
     if has_records:
         output_type = output_type.rsplit(":", 1)[-1]
     return ForwardBackwardOutput(output_type or ("" if has_records else "ArrayRecord"), outputs, metrics)
+
+
+def _dense(tensor: TensorData) -> TensorData:
+    return TensorData.from_numpy(tensor.to_numpy()) if tensor.is_sparse else tensor
 
 
 def _layout(output: LossFnOutput) -> dict[str, tuple[TensorDtype, tuple[int, ...]]]:
@@ -127,7 +131,7 @@ def _read_batched(data: memoryview, where: str) -> list[TensorData]:
             dtype_number = as_int(value, kind, f"{where}.dtype", 32)
         elif number == 4:
             trailing += as_ints(value, kind, f"{where}.trailing_shape")
-            check_count(len(trailing), 8, f"{where}.trailing_shape")
+            check_count(len(trailing), MAX_DIMS, f"{where}.trailing_shape")
     if len(offsets) == 0:
         return []
     dtype, array = widen(values, dtype_number, where)

@@ -253,7 +253,8 @@ def _read_image(fields: list[Field], where: str) -> ImageChunk:
         elif number == 3:
             expected = as_int(value, kind, f"{where}.expected_tokens", 32)
         elif number == 4:
-            sizes = {n: as_int(v, k, where) for n, k, v in read_fields(as_bytes(value, kind, where), where)}
+            inner = read_fields(as_bytes(value, kind, where), where)
+            sizes = {n: as_int(v, k, where) for n, k, v in inner if n in (1, 2)}
             dimensions = ImageDimensions(width=sizes.get(1, 0), height=sizes.get(2, 0))
     return ImageChunk(data=data, format=image_format, expected_tokens=expected, override_dimensions=dimensions)  # type: ignore[arg-type]
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 
 from tinsmith.errors import InvalidInputError, LimitExceededError, WireError
 from tinsmith.wire.numbers import Array
-from tinsmith.wire.tensors import NUMPY_DTYPES, TensorData, TensorDtype
+from tinsmith.wire.tensors import MAX_DIMS, NUMPY_DTYPES, TensorData, TensorDtype
 
 Part: TypeAlias = bytes | memoryview
 Value: TypeAlias = int | memoryview
@@ -99,8 +100,12 @@ def varint(value: int) -> bytes:
         if value < 0:
             raise InvalidInputError(f"{value} is negative; the field holds numbers from 0 on")
         return _ONE_BYTE[value]
-    if value < 0x4000:
-        return _ONE_BYTE_MORE[value & 0x7F] + _ONE_BYTE[value >> 7]
+    return _long_varint(value)
+
+
+@lru_cache(maxsize=4096)
+def _long_varint(value: int) -> bytes:
+    """Remembered, because the lengths in a batch repeat."""
     encoded = bytearray()
     while value >= 0x80:
         encoded.append(value & 0x7F | 0x80)
@@ -110,7 +115,6 @@ def varint(value: int) -> bytes:
 
 
 _ONE_BYTE = [bytes([value]) for value in range(0x80)]
-_ONE_BYTE_MORE = [bytes([value | 0x80]) for value in range(0x80)]
 
 
 def array_bytes(array: Array, dtype: np.dtype[Any]) -> Part:
@@ -271,7 +275,7 @@ def read_tensor(data: memoryview, where: str) -> TensorData:
             dtype_number = as_int(value, kind, f"{where}.dtype", 32)
         elif number == 4:
             shape += as_ints(value, kind, f"{where}.shape")
-            check_count(len(shape), 8, f"{where}.shape")
+            check_count(len(shape), MAX_DIMS, f"{where}.shape")
     try:
         if csr is not None:
             return _read_csr(csr, dtype_number, shape, where)

@@ -78,7 +78,7 @@ class TopkLogprobs(Frozen):
         """Per position a list of (token, logprob), likeliest first; None where nothing was asked."""
         rows: list[TopkRow] = []
         for tokens, logprobs in zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True):
-            used = len(logprobs)
+            used = 0 if (tokens[0], logprobs[0]) == (FILL_TOKEN, FILL_LOGPROB) else len(logprobs)
             while used and (tokens[used - 1], logprobs[used - 1]) == (FILL_TOKEN, FILL_LOGPROB):
                 used -= 1
             rows.append(list(zip(tokens[:used], logprobs[:used], strict=True)) if used else None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
 
@@ -25,6 +25,7 @@ TensorDtype: TypeAlias = Literal["int64", "float32"]
 NUMPY_DTYPES: Mapping[str, np.dtype[Any]] = {"int64": np.dtype("<i8"), "float32": np.dtype("<f4")}
 INDEX_BYTES = 8
 """A CSR index is an int64."""
+MAX_DIMS = 8
 MAX_DENSE_CELLS = 2**28
 """A few bytes of CSR can name a shape of any size; this is where unfolding stops (1 GiB of float32)."""
 
@@ -56,7 +57,11 @@ class TensorData(Frozen):
     def of_array(cls, array: Array, dtype: TensorDtype, shape: list[int] | None) -> TensorData:
         """Wrap an array that is known to be right (decoders): no checks, no copy."""
         self = cls.__new__(cls)
-        self._init(dtype=dtype, shape=shape, sparse_crow_indices=None, sparse_col_indices=None, array=array)
+        _set(self, "dtype", dtype)
+        _set(self, "shape", shape)
+        _set(self, "sparse_crow_indices", None)
+        _set(self, "sparse_col_indices", None)
+        _set(self, "array", array)
         return self
 
     @classmethod
@@ -67,12 +72,17 @@ class TensorData(Frozen):
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
         """Like `from_numpy`; bfloat16 and half become float32 exactly."""
-        return cls.from_numpy(torch_to_numpy(tensor))
+        return cls.from_numpy(torch_to_numpy(tensor, "data"))
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: float = 0) -> TensorData:
         """A 2-D tensor as CSR, listing the cells that differ from `pad_value`; dense where that is no larger."""
         return sparse_if_smaller(cls.from_torch(tensor), pad_value)
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some constructor arguments replaced."""
+        names = ("dtype", "shape", "sparse_crow_indices", "sparse_col_indices")
+        return type(self)(**({"data": self.array} | {name: getattr(self, name) for name in names} | changes))
 
     @property
     def is_sparse(self) -> bool:
@@ -160,8 +170,17 @@ class TensorData(Frozen):
         )
 
 
+_set = object.__setattr__
+_WIRE_DTYPES: Mapping[np.dtype[Any], TensorDtype] = {np.dtype("<i8"): "int64", np.dtype("<f4"): "float32"}
+"""Arrays of these are on the wire as they are."""
+
+
 def tensor_of(values: Any, where: str, dtype: TensorDtype | None = None) -> TensorData:
     """A dense tensor from an array or (with a dtype) a list; errors name `where`. Its shape is always set."""
+    if type(values) is np.ndarray and values.flags.c_contiguous and values.dtype in _WIRE_DTYPES:
+        natural = _WIRE_DTYPES[values.dtype]
+        if dtype is None or dtype == natural:
+            return TensorData.of_array(values, natural, list(values.shape))
     tensor = TensorData.__new__(TensorData)
     _fill(tensor, values, dtype, None, None, None, where)
     tensor._init(shape=list(tensor.array.shape))
@@ -218,6 +237,8 @@ def _natural_dtype(data: Any, where: str) -> TensorDtype:
 
 def _checked_shape(shape: Sequence[int]) -> list[int]:
     dims: list[int] = int_array(shape, "shape").reshape(-1).tolist()
+    if len(dims) > MAX_DIMS:
+        raise InvalidInputError(f"shape: {len(dims)} dimensions, at most {MAX_DIMS} are allowed", field="shape")
     for i, dim in enumerate(dims):
         if dim < 0:
             raise InvalidInputError(f"shape[{i}]: {dim} is negative", field="shape")
@@ -232,7 +253,10 @@ def _dense(array: Array, shape: list[int] | None, where: str) -> tuple[Array, li
         raise InvalidInputError(
             f"{where}: {array.size} values do not fill shape {shape} ({math.prod(shape)} needed)", field="shape"
         )
-    return array.reshape(shape), shape
+    try:
+        return array.reshape(shape), shape
+    except ValueError:  # no elements, but dimensions that numpy cannot count
+        raise InvalidInputError(f"shape: {shape} is beyond what an array can have", field="shape") from None
 
 
 def _check_csr(array: Array, shape: list[int] | None, crow: Any, col: Any) -> None:
@@ -266,7 +290,7 @@ def _check_csr(array: Array, shape: list[int] | None, crow: Any, col: Any) -> No
 
 
 def _index_list(indices: Any) -> list[int] | None:
-    if indices is None or isinstance(indices, list):
-        return indices
-    listed: list[int] = np.asarray(indices).tolist()
+    if indices is None:
+        return None
+    listed: list[int] = int_array(indices, "indices").tolist()
     return listed
