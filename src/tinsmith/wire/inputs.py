@@ -16,7 +16,7 @@ from tinsmith.errors import InvalidInputError, UnknownLossInputError
 from tinsmith.wire.chunks import EncodedTextChunk, ModelInputChunk, chunk_from_builtins
 from tinsmith.wire.frozen import Frozen
 from tinsmith.wire.numbers import Array, check_ids, is_torch_tensor, torch_to_numpy
-from tinsmith.wire.tensors import TensorData, TensorDtype, sparse_if_smaller, tensor_of
+from tinsmith.wire.tensors import TensorData, TensorDtype, sparse_if_smaller, tensor_of, tensors_from_builtins
 
 LossFnInputs: TypeAlias = dict[str, TensorData]
 
@@ -135,7 +135,7 @@ class Datum(Frozen):
     def __init__(
         self,
         model_input: ModelInput,
-        loss_fn_inputs: Mapping[str, Any] = {},
+        loss_fn_inputs: Any = {},  # noqa: B006 - tensors by name; read, never kept
         model_input_spans: ProvenanceSpans | None = None,
         loss_fn_input_spans: ProvenanceSpans | None = None,
     ) -> None:
@@ -188,12 +188,7 @@ class Datum(Frozen):
         tensors = value.get("loss_fn_inputs") or {}
         if not isinstance(tensors, Mapping):
             raise InvalidInputError("loss_fn_inputs: expected an object of tensors", field="loss_fn_inputs")
-        inputs = {}
-        for key, tensor in tensors.items():
-            try:
-                inputs[key] = TensorData.from_builtins(tensor)
-            except InvalidInputError as error:
-                raise InvalidInputError(f"loss_fn_inputs[{key!r}]: {error}", field=f"loss_fn_inputs[{key!r}]") from None
+        inputs = tensors_from_builtins(tensors, "loss_fn_inputs")
         try:
             model_input = ModelInput.from_builtins(value.get("model_input"))
         except InvalidInputError as error:
@@ -226,7 +221,7 @@ def _tensor(key: str, value: Any, where: str) -> TensorData:
     if isinstance(value, TensorData):
         return value
     if is_torch_tensor(value):
-        tensor = tensor_of(torch_to_numpy(value), where)
+        tensor = tensor_of(torch_to_numpy(value, where), where)
         return sparse_if_smaller(tensor) if key in SPARSE_KEYS else tensor
     if isinstance(value, np.ndarray):
         return tensor_of(value, where)

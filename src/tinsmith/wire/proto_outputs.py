@@ -139,6 +139,8 @@ def _read_batched(data: memoryview, where: str) -> list[TensorData]:
     row = math.prod(trailing) if trailing else 1
     if min(trailing, default=0) < 0:
         raise WireError(f"{where}.trailing_shape: {trailing} has a negative entry", field=where)
+    if row == 0 and array.size:
+        raise WireError(f"{where}.trailing_shape: {trailing} has no room for the {array.size} values", field=where)
     _check_offsets(offsets, len(values), max(row, 1) * item_bytes, where)
     bounds = (offsets // item_bytes).tolist()
     views = [array[start:stop] for start, stop in itertools.pairwise(bounds)]

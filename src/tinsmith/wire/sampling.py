@@ -93,9 +93,9 @@ class TopkLogprobs(Frozen):
         tokens_LK = np.full((len(rows), k), FILL_TOKEN, np.int32)
         logprobs_LK = np.full((len(rows), k), FILL_LOGPROB, np.float32)
         for i, row in enumerate(rows):
-            for j, (token, logprob) in enumerate(row or ()):
-                tokens_LK[i, j] = token_ids([token], f"{where}[{i}][{j}]")[0]
-                logprobs_LK[i, j] = logprob
+            if row:
+                tokens_LK[i, : len(row)] = token_ids([token for token, _ in row], f"{where}[{i}]")
+                logprobs_LK[i, : len(row)] = float_array([logprob for _, logprob in row], f"{where}[{i}]")
         return cls(tokens_LK, logprobs_LK)
 
 
@@ -107,6 +107,10 @@ class PromptAltTokens(Frozen):
     logprobs: TensorData
 
     def __init__(self, tokens: TensorData, logprobs: TensorData) -> None:
+        if tokens.array.shape != logprobs.array.shape:
+            raise InvalidInputError(
+                f"tokens and logprobs must be of one shape, got {tokens.array.shape} and {logprobs.array.shape}"
+            )
         self._init(tokens=tokens, logprobs=logprobs)
 
 
@@ -169,9 +173,9 @@ class SampledSequence(Frozen):
     def to_builtins(self) -> dict[str, Any]:
         encoded: dict[str, Any] = {"stop_reason": self.stop_reason, "tokens": self.tokens}
         if self.logprobs_np is not None:
-            encoded["logprobs"] = _none_for_nan(self.logprobs_np)
+            encoded["logprobs"] = _json_floats(self.logprobs_np, "logprobs")
         if self.topk_logprobs_np is not None:
-            encoded["topk_logprobs"] = self.topk_logprobs
+            encoded["topk_logprobs"] = _json_topk(self.topk_logprobs_np, "topk_logprobs")
         return encoded
 
     @classmethod
@@ -247,16 +251,16 @@ class SampleResponse(Frozen):
             "prompt_cache_hit_tokens": self.prompt_cache_hit_tokens,
         }
         if self.prompt_logprobs_np is not None:
-            encoded["prompt_logprobs"] = self.prompt_logprobs
+            encoded["prompt_logprobs"] = _json_floats(self.prompt_logprobs_np, "prompt_logprobs")
         if self.topk_prompt_logprobs_np is not None:
-            encoded["topk_prompt_logprobs"] = self.topk_prompt_logprobs
+            encoded["topk_prompt_logprobs"] = _json_topk(self.topk_prompt_logprobs_np, "topk_prompt_logprobs")
         return encoded
 
     @classmethod
     def from_builtins(cls, value: Any) -> SampleResponse:
         read = msgspec.convert(value, _JsonSample)
         return cls(
-            [SampledSequence.from_builtins(sequence) for sequence in read.sequences],
+            [_read_sequence(sequence, i) for i, sequence in enumerate(read.sequences)],
             prompt_cache_hit_tokens=read.prompt_cache_hit_tokens,
             _prompt_logprobs_list=read.prompt_logprobs,
             _topk_prompt_logprobs_list=read.topk_prompt_logprobs,
@@ -309,8 +313,28 @@ class GetSamplerResponse(Message, frozen=True, kw_only=True):
     model_path: str | None = NOT_GIVEN
 
 
+def _read_sequence(value: Any, index: int) -> SampledSequence:
+    try:
+        return SampledSequence.from_builtins(value)
+    except (msgspec.ValidationError, InvalidInputError) as error:
+        raise InvalidInputError(f"sequences[{index}]: {error}", field=f"sequences[{index}]") from None
+
+
 def _floats_or_nan(values: Sequence[float | None], where: str) -> Array:
     return float_array([float("nan") if value is None else value for value in values], where)
+
+
+def _json_floats(values: Array, where: str) -> list[float | None]:
+    """NaN becomes null, its JSON form here; infinity has none."""
+    for index in np.flatnonzero(np.isinf(values)):
+        raise InvalidInputError(f"{where}[{index}]: JSON has no {values[index]}", field=where)
+    return _none_for_nan(values)
+
+
+def _json_topk(topk: TopkLogprobs, where: str) -> list[TopkRow]:
+    if not np.isfinite(topk.logprobs).all():
+        raise InvalidInputError(f"{where}: JSON has no infinity and no NaN", field=where)
+    return topk.to_rows()
 
 
 def _none_for_nan(values: Array) -> list[float | None]:

@@ -187,6 +187,17 @@ def tensor_of(values: Any, where: str, dtype: TensorDtype | None = None) -> Tens
     return tensor
 
 
+def tensors_from_builtins(values: Mapping[str, Any], where: str) -> dict[str, TensorData]:
+    """Tensors by name from decoded JSON; errors name the one."""
+    tensors = {}
+    for key, value in values.items():
+        try:
+            tensors[key] = TensorData.from_builtins(value)
+        except InvalidInputError as error:
+            raise InvalidInputError(f"{where}[{key!r}]: {error}", field=f"{where}[{key!r}]") from None
+    return tensors
+
+
 def sparse_if_smaller(dense: TensorData, pad_value: float = 0) -> TensorData:
     """A 2-D tensor as CSR if that takes fewer bytes, else as it is."""
     if dense.array.ndim != 2:

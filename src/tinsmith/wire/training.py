@@ -27,7 +27,7 @@ from tinsmith.wire.message import (
     since,
     store,
 )
-from tinsmith.wire.tensors import TensorData
+from tinsmith.wire.tensors import TensorData, tensors_from_builtins
 
 ModelID: TypeAlias = str
 LossFnType: TypeAlias = Literal[
@@ -103,7 +103,11 @@ def read_optimizer(message: Message) -> None:
         try:
             store(message, "optimizer_config", kind.model_validate(dict(value)))
         except InvalidInputError:  # a version of a known optimizer that we do not know
-            store(message, "optimizer_config", OtherOptimizerConfig.model_validate(dict(value)))
+            if not isinstance(value.get("type"), str):
+                raise InvalidInputError("optimizer_config: has no type", field="optimizer_config") from None
+            store(message, "optimizer_config", OtherOptimizerConfig(type=value["type"]))
+    elif not isinstance(value, ReportedOptimizer):
+        raise InvalidInputError(f"optimizer_config: expected an object, got {type(value).__name__}")
 
 
 class CreateModelRequest(Message, frozen=True, kw_only=True):
@@ -201,16 +205,23 @@ class ForwardBackwardOutput(Frozen):
     def from_builtins(cls, value: Any) -> ForwardBackwardOutput:
         read = msgspec.convert(value, _JsonOutput)
         outputs = [
-            {name: TensorData.from_builtins(tensor) for name, tensor in output.items()}
-            for output in read.loss_fn_outputs
+            tensors_from_builtins(output, f"loss_fn_outputs[{i}]") for i, output in enumerate(read.loss_fn_outputs)
         ]
-        return cls(read.loss_fn_output_type, outputs, read.metrics)
+        return cls(read.loss_fn_output_type, outputs, _checked_metrics(read.metrics))
 
 
 class _JsonOutput(msgspec.Struct):
     loss_fn_output_type: str
     loss_fn_outputs: list[dict[str, Any]]
-    metrics: dict[str, float] = {}
+    metrics: dict[str, Any] = {}
+
+
+def _checked_metrics(metrics: dict[str, Any]) -> dict[str, float]:
+    for name, value in metrics.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            where = f"metrics[{name!r}]"
+            raise InvalidInputError(f"{where}: expected a number, got {type(value).__name__}", field=where)
+    return metrics
 
 
 class OptimStepRequest(Message, frozen=True, kw_only=True):
