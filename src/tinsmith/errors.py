@@ -29,6 +29,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_MESSAGE = 2000
+"""Characters of a message; input of any size may be quoted in it."""
+
+
+def _bounded(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 500]} [...] {text[-400:]}"
+
 
 class RequestErrorCategory(enum.StrEnum):
     """Who has to act on a failed operation."""
@@ -75,9 +82,10 @@ class InvalidInputError(TinkerError, ValueError):
     code = "invalid_input"
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
+        message = _bounded(message)
         super().__init__(message)
         self.message = message
-        self.field = field
+        self.field = _bounded(field) if field is not None else None
 
     def __str__(self) -> str:
         return self.message
@@ -104,9 +112,10 @@ class WireError(TinkerError, ValueError):
     code = "malformed_body"
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
+        message = _bounded(message)
         super().__init__(message)
         self.message = message
-        self.field = field
+        self.field = _bounded(field) if field is not None else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), (self.message,), {"field": self.field}), self.__dict__

@@ -1,4 +1,4 @@
-"""Protobuf and JSON carry the same values; zstd carries the bytes."""
+"""Protobuf and JSON carry the same values."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import wire_bytes as wb
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import datums, fb_outputs, fb_requests, sample_responses
 
 from tinsmith import types
-from tinsmith.errors import InvalidInputError, LimitExceededError, WireError
+from tinsmith.errors import InvalidInputError, WireError
 from tinsmith.types import Datum, ForwardBackwardOutput, ForwardBackwardRequest, ModelInput, SampleResponse, TensorData
-from tinsmith.wire import json_codec, zstd
+from tinsmith.wire import json_codec
 from tinsmith.wire.message import is_given
 from tinsmith.wire.proto_outputs import decode_output, encode_output
 from tinsmith.wire.proto_sampling import decode_response, encode_response
@@ -41,7 +40,7 @@ def through_json(value: Any) -> Any:
 
 
 @given(fb_requests())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_a_request_is_equal_after_protobuf_and_after_json(request: ForwardBackwardRequest) -> None:
     assert decode_request(encode_request(request)) == request
     assert through_json(request) == request
@@ -198,11 +197,17 @@ def test_every_bfloat16_is_read(bits: list[int]) -> None:
     assert np.array_equal(array, (np.array(bits, np.uint32) << 16).view(np.float32), equal_nan=True)
 
 
+@pytest.mark.parametrize("encode", [encode_request, json_codec.encode])
+def test_a_text_that_is_no_unicode_is_refused(encode: Any) -> None:
+    with pytest.raises(InvalidInputError):
+        encode(ForwardBackwardRequest(forward_backward_input=request_of().forward_backward_input, model_id="\ud800"))
+
+
 # Outputs
 
 
 @given(fb_outputs())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_an_output_is_equal_after_protobuf_and_after_json(output: ForwardBackwardOutput) -> None:
     assert decode_output(encode_output(output)) == output
     assert through_json(output) == output
@@ -265,7 +270,7 @@ def test_the_output_types_name(body: bytes, expected: str) -> None:
 
 
 @given(sample_responses())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_a_sample_is_equal_after_protobuf_and_after_json(response: SampleResponse) -> None:
     assert decode_response(encode_response(response)) == response
     assert through_json(response) == response
@@ -342,22 +347,3 @@ def test_binary_only_answers_are_refused_in_json() -> None:
 def test_alternatives_must_be_of_one_shape() -> None:
     with pytest.raises(InvalidInputError, match=r"prompt_alt_tokens|shape"):
         types.PromptAltTokens(TensorData([1, 2], "int64", [2, 1]), TensorData([0.5], "float32", [1, 1]))
-
-
-# zstd
-
-
-@given(st.binary(max_size=1000))
-@settings(deadline=None, max_examples=50)
-def test_zstd_gives_the_bytes_back(body: bytes) -> None:
-    assert zstd.decompress(zstd.compress(body), len(body)) == body
-    streamed = zstandard.ZstdCompressor(write_content_size=False).compress(body)
-    assert zstd.decompress(streamed, len(body)) == body
-
-
-@pytest.mark.parametrize("write_size", [True, False])
-def test_zstd_holds_its_limit_exactly(write_size: bool) -> None:
-    body = zstandard.ZstdCompressor(write_content_size=write_size).compress(bytes(1000))
-    assert zstd.decompress(body, 1000) == bytes(1000)
-    with pytest.raises(LimitExceededError, match="999"):
-        zstd.decompress(body, 999)

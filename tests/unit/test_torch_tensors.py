@@ -94,7 +94,7 @@ def padded(draw: st.DrawFn) -> tuple[torch.Tensor, int]:
 
 
 @given(padded())
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 def test_csr_gives_the_padded_tensor_back(example: tuple[torch.Tensor, int]) -> None:
     dense, pad = example
     tensor = TensorData.from_torch_sparse(dense, pad_value=pad)

@@ -7,6 +7,7 @@ official client's.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 from tinsmith.errors import InvalidInputError
@@ -34,12 +35,12 @@ def combine_metrics(results: Sequence[ForwardBackwardOutput]) -> dict[str, float
         reduction = name.rpartition(":")[2] if ":" in name else ""
         if reduction == "unique":
             combined |= {name if i == 0 else f"{name}_{i}": value for i, value in enumerate(values)}
-        elif reduction in _REDUCTIONS:
+        elif reduction in _REDUCTIONS and not (reduction.startswith("hash") and not all(map(math.isfinite, values))):
             combined[name] = _REDUCTIONS[reduction](values, weights)
         elif len(values) == 1:
             combined[name] = values[0]
         else:
-            logger.warning("metric %r names no known reduction; it is left out of a result joined from chunks", name)
+            logger.warning("metric %r cannot be joined from chunks; it is left out", name)
     return combined
 
 

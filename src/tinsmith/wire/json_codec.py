@@ -26,9 +26,13 @@ def encode(message: Any, version: str | None = None) -> bytes:
     With `version` the body is what that release's protocol has: younger fields are left out while they hold their
     default, and refused by name when they do not.
     """
-    if version is None:
+    if version is not None:
+        message = _for_version(message, _parsed(version), version)
+    try:
         return _encoder.encode(message)
-    return _encoder.encode(_for_version(message, _parsed(version), version))
+    except UnicodeEncodeError as error:
+        text = f"{str(error.object)[:40]!r} is not valid text: it holds half of a surrogate pair"
+        raise InvalidInputError(text) from None
 
 
 def decode(body: bytes | bytearray | memoryview, type_: type[T]) -> T:

@@ -26,7 +26,7 @@ from tinsmith.wire.protobuf import (
     read_fields,
     widen,
 )
-from tinsmith.wire.tensors import MAX_DIMS, NUMPY_DTYPES, TensorData, TensorDtype
+from tinsmith.wire.tensors import MAX_DENSE_CELLS, MAX_DIMS, NUMPY_DTYPES, TensorData, TensorDtype
 from tinsmith.wire.training import ForwardBackwardOutput, LossFnOutput
 
 
@@ -105,9 +105,12 @@ def _read_record(data: memoryview, max_datums: int) -> list[LossFnOutput]:
         if number == 2:
             name, inner_kind, inner = read_entry(value, kind, "loss_fn_outputs")
             where = f"loss_fn_outputs[{name!r}]"
-            columns[name] = _read_batched(as_bytes(inner, 2 if inner_kind is None else inner_kind, where), where)
+            batched = as_bytes(inner, 2 if inner_kind is None else inner_kind, where)
+            columns[name] = _read_batched(batched, where, max_datums)
         elif number == 3:
             count = as_int(value, kind, "num_datums")
+            if count < 0:
+                raise WireError(f"num_datums: {count} is negative", field="num_datums")
     count = count or (len(next(iter(columns.values()))) if columns else 0)
     check_count(count, max_datums, "loss_fn_outputs")
     for name, tensors in columns.items():
@@ -120,7 +123,7 @@ def _read_record(data: memoryview, max_datums: int) -> list[LossFnOutput]:
     return [dict(zip(names, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _read_batched(data: memoryview, where: str) -> list[TensorData]:
+def _read_batched(data: memoryview, where: str, max_datums: int) -> list[TensorData]:
     values, offsets, dtype_number, trailing = memoryview(b""), np.empty(0, np.int64), 0, []
     for number, kind, value in read_fields(data, where):
         if number == 1:
@@ -134,11 +137,12 @@ def _read_batched(data: memoryview, where: str) -> list[TensorData]:
             check_count(len(trailing), MAX_DIMS, f"{where}.trailing_shape")
     if len(offsets) == 0:
         return []
+    check_count(len(offsets) - 1, max_datums, where)
     dtype, array = widen(values, dtype_number, where)
     item_bytes = len(values) // array.size if array.size else 1
     row = math.prod(trailing) if trailing else 1
-    if min(trailing, default=0) < 0:
-        raise WireError(f"{where}.trailing_shape: {trailing} has a negative entry", field=where)
+    if min(trailing, default=0) < 0 or max(trailing, default=0) > MAX_DENSE_CELLS or row > MAX_DENSE_CELLS:
+        raise WireError(f"{where}.trailing_shape: {trailing} is not a possible shape", field=where)
     if row == 0 and array.size:
         raise WireError(f"{where}.trailing_shape: {trailing} has no room for the {array.size} values", field=where)
     _check_offsets(offsets, len(values), max(row, 1) * item_bytes, where)

@@ -255,6 +255,10 @@ def _read_image(fields: list[Field], where: str) -> ImageChunk:
         elif number == 4:
             inner = read_fields(as_bytes(value, kind, where), where)
             sizes = {n: as_int(v, k, where) for n, k, v in inner if n in (1, 2)}
+            if any(not 0 <= size < 2**32 for size in sizes.values()):
+                raise WireError(
+                    f"{where}.override_dimensions: {sizes} does not fit", field=f"{where}.override_dimensions"
+                )
             dimensions = ImageDimensions(width=sizes.get(1, 0), height=sizes.get(2, 0))
     return ImageChunk(data=data, format=image_format, expected_tokens=expected, override_dimensions=dimensions)  # type: ignore[arg-type]
 

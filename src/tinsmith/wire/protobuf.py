@@ -70,7 +70,10 @@ class Message:
         self.size += len(header) + length
 
     def text(self, number: int, value: str) -> None:
-        self.blob(number, value.encode())
+        try:
+            self.blob(number, value.encode())
+        except UnicodeEncodeError:
+            raise InvalidInputError(f"{value[:40]!r} is not valid text: it holds half of a surrogate pair") from None
 
     def message(self, number: int, value: Message) -> None:
         header = _ONE_BYTE[number << 3 | BYTES] + varint(value.size)

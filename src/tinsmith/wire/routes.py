@@ -20,7 +20,7 @@ Encoding: TypeAlias = Literal["json", "protobuf"]
 PREFIX = "/api/v1/"
 
 _PARAMETER = re.compile(r"{(\w+)}")
-_UNSAFE = re.compile(r"[\x00-\x20\x7f]|(^|/)\.{1,2}(/|$)")
+_UNSAFE = re.compile(r"[\x00-\x20\x7f\ud800-\udfff]|(^|/)\.{0,2}(/|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,8 @@ TopkRow: TypeAlias = list[tuple[int, float]] | None
 FILL_TOKEN = 0
 FILL_LOGPROB = -99999.0
 """An unused cell of a top-k table."""
+MAX_TOPK_CELLS = 2**22
+"""A ragged list can ask for a table far larger than itself."""
 
 
 class SamplingParams(Message, frozen=True, kw_only=True):
@@ -90,6 +92,10 @@ class TopkLogprobs(Frozen):
         k = max((len(row) for row in rows if row), default=0)
         if k == 0:
             return None
+        if len(rows) * k > MAX_TOPK_CELLS:
+            raise InvalidInputError(
+                f"{where}: {len(rows)} x {k} is too large a table (limit: {MAX_TOPK_CELLS} cells)", field=where
+            )
         tokens_LK = np.full((len(rows), k), FILL_TOKEN, np.int32)
         logprobs_LK = np.full((len(rows), k), FILL_LOGPROB, np.float32)
         for i, row in enumerate(rows):

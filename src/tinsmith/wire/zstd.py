@@ -21,10 +21,12 @@ def compress(body: bytes) -> bytes:
 
 def decompress(body: bytes, max_bytes: int) -> bytes:
     """The content of exactly one frame, if it is at most `max_bytes` large."""
+    if body[:4] != zstandard.FRAME_HEADER:
+        raise WireError("body: not valid zstd: it does not begin with a frame", field="body")
     decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
     try:
         announced = zstandard.get_frame_parameters(body).content_size
-        if announced == zstandard.CONTENTSIZE_UNKNOWN:
+        if announced in (zstandard.CONTENTSIZE_UNKNOWN, 0):  # a frame of 0 bytes is not decoded in one go
             return _decompress_slices(decompressor, body, max_bytes)
         if announced > max_bytes:
             raise _too_large(max_bytes)
