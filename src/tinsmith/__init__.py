@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Any
 from tinsmith.version import __version__
 
 if TYPE_CHECKING:
-    from tinsmith import types
+    from tinsmith import auth, types
+    from tinsmith.client.administration import AdminClient
+    from tinsmith.client.futures import Future as APIFuture
+    from tinsmith.client.loss_graph import LossHandle, PerDatumLossFn
+    from tinsmith.client.options import RequestOptions, Timeout
+    from tinsmith.client.rest import RestClient
+    from tinsmith.client.retry_config import RetryConfig
+    from tinsmith.client.sampling import SamplingClient
+    from tinsmith.client.service import ServiceClient
+    from tinsmith.client.training import TrainingClient
+    from tinsmith.compat import as_tinker
+    from tinsmith.config import ClientConfig
     from tinsmith.errors import (
         APIConnectionError,
         APIError,
@@ -67,44 +78,59 @@ if TYPE_CHECKING:
 
 __title__ = "tinsmith"
 
-_ERRORS = frozenset(
-    {
-        "APIConnectionError",
-        "APIError",
-        "APIResponseValidationError",
-        "APIStatusError",
-        "APITimeoutError",
-        "AuthenticationError",
-        "BadRequestError",
-        "BillingError",
-        "ConflictError",
-        "ExperimentalWarning",
-        "InternalServerError",
-        "InvalidInputError",
-        "NotFoundError",
-        "PermissionDeniedError",
-        "PrecisionWarning",
-        "RateLimitError",
-        "RequestFailedError",
-        "TinkerError",
-        "UnprocessableEntityError",
-        "WireError",
-    }
-)
+_HOMES = {
+    "APIFuture": ("tinsmith.client.futures", "Future"),
+    "AdminClient": ("tinsmith.client.administration", "AdminClient"),
+    "ClientConfig": ("tinsmith.config", "ClientConfig"),
+    "LossHandle": ("tinsmith.client.loss_graph", "LossHandle"),
+    "PerDatumLossFn": ("tinsmith.client.loss_graph", "PerDatumLossFn"),
+    "RequestOptions": ("tinsmith.client.options", "RequestOptions"),
+    "RestClient": ("tinsmith.client.rest", "RestClient"),
+    "RetryConfig": ("tinsmith.client.retry_config", "RetryConfig"),
+    "SamplingClient": ("tinsmith.client.sampling", "SamplingClient"),
+    "ServiceClient": ("tinsmith.client.service", "ServiceClient"),
+    "Timeout": ("tinsmith.client.options", "Timeout"),
+    "TrainingClient": ("tinsmith.client.training", "TrainingClient"),
+    "as_tinker": ("tinsmith.compat", "as_tinker"),
+    "APIConnectionError": ("tinsmith.errors", "APIConnectionError"),
+    "APIError": ("tinsmith.errors", "APIError"),
+    "APIResponseValidationError": ("tinsmith.errors", "APIResponseValidationError"),
+    "APIStatusError": ("tinsmith.errors", "APIStatusError"),
+    "APITimeoutError": ("tinsmith.errors", "APITimeoutError"),
+    "AuthenticationError": ("tinsmith.errors", "AuthenticationError"),
+    "BadRequestError": ("tinsmith.errors", "BadRequestError"),
+    "BillingError": ("tinsmith.errors", "BillingError"),
+    "ConflictError": ("tinsmith.errors", "ConflictError"),
+    "ExperimentalWarning": ("tinsmith.errors", "ExperimentalWarning"),
+    "InternalServerError": ("tinsmith.errors", "InternalServerError"),
+    "InvalidInputError": ("tinsmith.errors", "InvalidInputError"),
+    "NotFoundError": ("tinsmith.errors", "NotFoundError"),
+    "PermissionDeniedError": ("tinsmith.errors", "PermissionDeniedError"),
+    "PrecisionWarning": ("tinsmith.errors", "PrecisionWarning"),
+    "RateLimitError": ("tinsmith.errors", "RateLimitError"),
+    "RequestFailedError": ("tinsmith.errors", "RequestFailedError"),
+    "TinkerError": ("tinsmith.errors", "TinkerError"),
+    "UnprocessableEntityError": ("tinsmith.errors", "UnprocessableEntityError"),
+    "WireError": ("tinsmith.errors", "WireError"),
+}
+"""Where a name lives; all others are types."""
 
 __all__ = [
     "APIConnectionError",
     "APIError",
+    "APIFuture",
     "APIResponseValidationError",
     "APIStatusError",
     "APITimeoutError",
     "AdamOptimizerConfig",
     "AdamParams",
+    "AdminClient",
     "AuthenticationError",
     "BadRequestError",
     "BillingError",
     "Checkpoint",
     "CheckpointType",
+    "ClientConfig",
     "ConflictError",
     "Datum",
     "DimuonOptimizerConfig",
@@ -116,6 +142,7 @@ __all__ = [
     "InternalServerError",
     "InvalidInputError",
     "LoraConfig",
+    "LossHandle",
     "ModelID",
     "ModelInput",
     "ModelInputChunk",
@@ -124,35 +151,48 @@ __all__ = [
     "OptimStepRequest",
     "OptimStepResponse",
     "ParsedCheckpointTinkerPath",
+    "PerDatumLossFn",
     "PermissionDeniedError",
     "PrecisionWarning",
     "PromptProvenanceSpan",
     "RateLimitError",
     "RequestFailedError",
+    "RequestOptions",
+    "RestClient",
+    "RetryConfig",
     "SampleRequest",
     "SampleResponse",
     "SampledProvenanceSpan",
     "SampledSequence",
+    "SamplingClient",
     "SamplingParams",
+    "ServiceClient",
     "StopReason",
     "TensorData",
     "TensorDtype",
+    "Timeout",
     "TinkerError",
+    "TrainingClient",
     "TrainingRun",
     "UnprocessableEntityError",
     "WireError",
     "__title__",
     "__version__",
+    "as_tinker",
+    "auth",
     "types",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module 'tinsmith' has no attribute {name!r}")
+    if name == "auth":
+        return importlib.import_module("tinsmith.auth")
     if name == "types":
         return importlib.import_module("tinsmith.types")
-    value = getattr(importlib.import_module("tinsmith.errors" if name in _ERRORS else "tinsmith.types"), name)
+    if name not in __all__:
+        raise AttributeError(f"module 'tinsmith' has no attribute {name!r}")
+    module, attribute = _HOMES.get(name, ("tinsmith.types", name))
+    value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
     return value
 

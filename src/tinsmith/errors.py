@@ -3,10 +3,12 @@
 TinkerError                         root of everything tinsmith raises on purpose
 ├── InvalidInputError (ValueError)  an argument is wrong; nothing was sent
 │   ├── UnknownFieldError (TypeError)     a field that the type does not have
+│   ├── MissingArgumentError (TypeError)  an argument that must be given
 │   └── UnknownLossInputError (KeyError)  a plain list under a key whose dtype is not known
 ├── WireError (ValueError)          bytes from the other side do not follow the protocol
 │   └── LimitExceededError          ... or are larger than the limit in force
 ├── RequestFailedError              the server accepted an operation and it failed
+├── RunRecoveredError               a lost run goes on from its last checkpoint
 └── APIError                        a call did not succeed
     ├── APIResponseValidationError  a 2xx answer that does not have the promised shape
     ├── APIConnectionError          no answer
@@ -25,6 +27,7 @@ Every class has a stable `code` and a `retryable` flag; retry policies read the 
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +38,14 @@ MAX_MESSAGE = 2000
 
 def _bounded(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 500]} [...] {text[-400:]}"
+
+
+_SECRET = re.compile(r"(tml-|eyJ)[A-Za-z0-9_\-.]{4,}")
+
+
+def redacted(text: str) -> str:
+    """Text without anything that looks like a key or a token: servers and proxies sometimes echo them."""
+    return _SECRET.sub(lambda match: match[1] + "***", text)
 
 
 class RequestErrorCategory(enum.StrEnum):
@@ -100,6 +111,12 @@ class UnknownFieldError(InvalidInputError, TypeError):
     code = "unknown_field"
 
 
+class MissingArgumentError(InvalidInputError, TypeError):
+    """An argument that has no default was not given."""
+
+    code = "missing_argument"
+
+
 class UnknownLossInputError(InvalidInputError, KeyError):
     """A plain list was given under a key whose dtype is not defined: pass a numpy array or TensorData instead."""
 
@@ -141,6 +158,12 @@ class RequestFailedError(TinkerError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.message, self.request_id, self.category.value), self.__dict__
+
+
+class RunRecoveredError(TinkerError):
+    """A run was lost and made again from its last checkpoint: go back to that step and go on."""
+
+    code = "run_recovered"
 
 
 class APIError(TinkerError):

@@ -27,6 +27,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tinsmith"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 RECORDS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+NEEDS_SERVER = "<!-- needs: server -->"
 REFRESH = "run: .venv/bin/python tests/unit/test_documents.py --write"
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -178,7 +179,12 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", [path for path in DOCUMENTS if "```python" in path.read_text()], ids=_name)
+def runs_alone(path: Path) -> bool:
+    """Documents that need a server are run by tests/e2e/test_documents_client.py."""
+    return "```python" in path.read_text() and NEEDS_SERVER not in path.read_text()
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if runs_alone(path)], ids=_name)
 def test_python_blocks_run_and_print_what_is_shown(path: Path) -> None:
     run_blocks(path.read_text(), _name(path))
 

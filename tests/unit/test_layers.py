@@ -17,7 +17,9 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "config": {"errors", "version"},
     "wire": {"errors", "version", "wire"},
-    "types": {"errors", "wire", "types"},
+    "types": {"errors", "wire", "types", "compat"},
+    "auth": BOTTOM,
+    "compat": set(),
     "transport": BOTTOM | {"wire", "transport"},
     "client": BOTTOM | {"wire", "transport", "client"},
     "cli": BOTTOM | {"wire", "transport", "client", "cli"},
@@ -29,7 +31,9 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 ALLOWED_LAZILY: dict[str, set[str]] = {
-    "tinsmith": {"errors", "types", "client"},
+    "tinsmith": {"errors", "types", "client", "auth", "compat", "config"},
+    "tinsmith.auth": {"client"},
+    "tinsmith.compat": {"__init__", "types"},
     "tinsmith.cli.serve": {"server"},
     "tinsmith.server.app": {"engine"},
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tinsmith import compat
 from tinsmith.errors import RequestErrorCategory
 from tinsmith.wire.admin import (
     AuditLogEntry,
@@ -353,3 +354,5 @@ __all__ = [
     "WeightsInfoResponse",
     "WhoamiResponse",
 ]
+
+compat.install()

@@ -20,6 +20,7 @@ from tinsmith.errors import (
     RequestFailedError,
     RequestInfo,
     ResponseInfo,
+    redacted,
 )
 
 MAX_TEXT = 2000
@@ -102,5 +103,5 @@ def _number(text: str | None) -> float | None:
 def _shown(decoded: Any) -> str:
     if isinstance(decoded, Mapping) and set(decoded) == {"detail"}:
         decoded = decoded["detail"]
-    text = decoded if isinstance(decoded, str) else msgspec.json.encode(decoded).decode()
+    text = redacted(decoded if isinstance(decoded, str) else msgspec.json.encode(decoded).decode())
     return text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "..."

@@ -73,6 +73,15 @@ def encode_request(request: ForwardBackwardRequest) -> bytes:
     return message.encode()
 
 
+def with_seq_id(body: bytes, seq_id: int) -> bytes:
+    """An encoded request that has no number yet, with one; fields may stand in any order."""
+    if not 0 < seq_id <= _MAX_INT32:
+        raise InvalidInputError(f"seq_id: {seq_id} does not fit the wire's 32 bits", field="seq_id")
+    number = Message()
+    number.number(2, seq_id)
+    return body + number.encode()
+
+
 def decode_request(body: bytes | memoryview, max_datums: int = MAX_ITEMS) -> ForwardBackwardRequest:
     """The request in a body; token and tensor data are views of it."""
     model_id, seq_id, loss_fn, forward_only = "", 0, "", False

@@ -1,0 +1,160 @@
+"""Submitting an operation and waiting for its result: what every client does.
+
+Owns: a client's shared parts (connection, session, telemetry, metrics) and the path from request to result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import time
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from tinsmith.client.connection import JSON_TYPE, Connection, decode_answer
+from tinsmith.client.futures import Future
+from tinsmith.client.metrics import Metrics
+from tinsmith.client.polling import wait_for_result
+from tinsmith.client.queue_state import QueueStateObserver
+from tinsmith.client.session import Session
+from tinsmith.client.telemetry import Telemetry
+from tinsmith.errors import APIStatusError, RequestFailedError, TinkerError
+from tinsmith.transport.base import Purpose
+from tinsmith.transport.retry import NO_RETRY, RetryPolicy
+from tinsmith.wire import json_codec
+from tinsmith.wire.futures import CancelFutureRequest, UntypedAPIFuture
+from tinsmith.wire.routes import CANCEL_FUTURE, Route
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CANCEL_TIMEOUT_S = 30.0
+
+
+class Operations:
+    """The parts that the clients of one service share."""
+
+    def __init__(self, connection: Connection, session: Session) -> None:
+        self.connection = connection
+        self.session = session
+        self.metrics = Metrics()
+        self.telemetry = Telemetry(connection, enabled=connection.config.telemetry)
+        session.on_created = self.telemetry.session_started
+        self.queue_observer: Callable[[str], QueueStateObserver] | None = None
+        """Makes the observer of a waiting operation from its description; None: a log line."""
+        self.pending_samples: set[str] = set()
+        self._finalizer = weakref.finalize(self, close_parts, connection, self.telemetry, self.pending_samples)
+
+    def close(self) -> None:
+        """End everything that the clients of this service share."""
+        self._finalizer()
+
+    def submit(self, name: str, coroutine: Coroutine[Any, Any, T], *, cancellable: bool = True) -> Future[T]:
+        """Run an operation in the client's loop, measured and reported under its name."""
+        try:
+            future = self.connection.runner.submit(self._watched(name, coroutine), cancellable=cancellable)
+        except TinkerError:
+            coroutine.close()
+            raise
+        if cancellable:
+            future.add_done_callback(lambda done: _close_unstarted(coroutine) if done.cancelled() else None)
+        return future
+
+    async def promise(
+        self,
+        route: Route,
+        body: bytes,
+        *,
+        content_type: str = JSON_TYPE,
+        purpose: Purpose = Purpose.TRAIN,
+        policy: RetryPolicy | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> UntypedAPIFuture:
+        """Submit a body; the answer is the promise of a result."""
+        response = await self.connection.send(
+            route, body, headers={"content-type": content_type, **(headers or {})}, purpose=purpose, policy=policy
+        )
+        answer: UntypedAPIFuture = decode_answer(route, response, UntypedAPIFuture)
+        return answer
+
+    async def result(self, route: Route, promise: UntypedAPIFuture, *, what: str, submit_s: float | None = None) -> Any:
+        """The result behind a promise."""
+        observer = self.queue_observer(what) if self.queue_observer is not None else None
+        return await wait_for_result(
+            self.connection, route, promise.request_id, what=what, observer=observer, submit_s=submit_s
+        )
+
+    async def run(self, route: Route, request: Any, *, what: str, purpose: Purpose = Purpose.TRAIN) -> Any:
+        """Submit a request that has no place in an order, and wait for its result."""
+        await self.connection.ready()
+        started = time.monotonic()
+        promise = await self.promise(route, json_codec.encode(request), purpose=purpose)
+        return await self.result(route, promise, what=what, submit_s=time.monotonic() - started)
+
+    async def _watched(self, name: str, coroutine: Coroutine[Any, Any, T]) -> T:
+        self.telemetry.start()
+        started = time.perf_counter()
+        failed = True
+        try:
+            with self.metrics.span(name):
+                result = await coroutine
+            failed = False
+            return result
+        except TinkerError as error:
+            is_user = (isinstance(error, RequestFailedError) and error.category == "user") or (
+                isinstance(error, APIStatusError) and error.status_code < 500 and error.status_code != 408
+            )
+            self.telemetry.event(
+                "user_error" if is_user else f"{name}.exception",
+                {"operation": name, "error_type": type(error).__name__, "message": str(error)},
+                "WARNING" if is_user else "ERROR",
+            )
+            raise
+        finally:
+            self.metrics.record(name, time.perf_counter() - started, failed)
+
+
+def _close_unstarted(coroutine: Coroutine[Any, Any, Any]) -> None:
+    """A coroutine that was given up before it began would complain that nobody awaited it."""
+    if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+        coroutine.close()
+
+
+def close_parts(connection: Connection, telemetry: Telemetry, pending_samples: set[str]) -> None:
+    """End a client: cancel its samples, send its telemetry, end sockets, loop and thread; within about a second.
+
+    Runs when the last client that shares the parts is dropped or closed, or when the program ends.
+    """
+    runner = connection.runner
+    if runner.is_closed or runner.is_inherited:
+        return
+    with contextlib.suppress(TimeoutError, TinkerError):
+        runner.submit(_shut_down(connection, telemetry, list(pending_samples))).result(1.0)
+    runner.close()
+
+
+async def _shut_down(connection: Connection, telemetry: Telemetry, pending_samples: list[str]) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.6):
+            if pending_samples and connection.dynamic.sample_cancel_enabled:
+                await asyncio.gather(*(cancel_sample(connection, request_id) for request_id in pending_samples))
+            await telemetry.flush()
+    await connection.close()
+
+
+async def cancel_sample(connection: Connection, request_id: str) -> None:
+    """Tell the server that nobody waits for a sample any more."""
+    try:
+        await connection.call(
+            CANCEL_FUTURE,
+            CancelFutureRequest(request_id=request_id),
+            purpose=Purpose.SESSION,
+            policy=NO_RETRY,
+            timeout_s=CANCEL_TIMEOUT_S,
+        )
+    except TinkerError as error:
+        logger.debug("cancelling %s failed: %s", request_id, error)

@@ -1,0 +1,157 @@
+"""Going on after a run was lost: from its last checkpoint, and never silently.
+
+Owns: noticing that the server no longer has a model, making it again, telling the program how far it fell back.
+Does not know: how to repeat the operations since the checkpoint; the program does, it has the data.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tinsmith.client.futures import Future, submitted
+from tinsmith.client.training import TrainingClient
+from tinsmith.errors import APIStatusError, RetryableException, RunRecoveredError, TinkerError
+from tinsmith.wire.inputs import Datum
+from tinsmith.wire.training import ForwardBackwardOutput, LossFnType, OptimParams, OptimStepResponse
+from tinsmith.wire.weights import SaveWeightsResponse
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryEvent:
+    """A run that was lost and made again."""
+
+    lost_model_id: str
+    new_model_id: str
+    checkpoint: str
+    steps_lost: int
+    """Optimizer steps since the checkpoint, to be done again."""
+    cause: BaseException
+
+
+class RecoveringTrainingClient:
+    """A training client that survives the loss of its run. Made by `ServiceClient.with_recovery`.
+
+    When the server no longer has the model (404, 410, a lost promise), a new one is made from the latest `save_state`
+    with its optimizer, `on_recovery` is told, and the operation raises RunRecoveredError: catch it, go back to the
+    step of the checkpoint, and go on with this same client.
+    """
+
+    def __init__(
+        self,
+        client: TrainingClient,
+        resume: Callable[[str], Awaitable[TrainingClient]],
+        *,
+        on_recovery: Callable[[RecoveryEvent], None] | None = None,
+        checkpoint: str | None = None,
+        max_recoveries: int = 3,
+    ) -> None:
+        self._client = client
+        self._resume = resume
+        self._on_recovery = on_recovery
+        self._checkpoint = checkpoint
+        self._left = max_recoveries
+        self._steps = 0
+        self._lock: asyncio.Lock | None = None
+
+    @property
+    def current(self) -> TrainingClient:
+        """The client of the run as it is now."""
+        return self._client
+
+    @property
+    def model_id(self) -> str:
+        return self._client.model_id
+
+    def forward(
+        self, data: list[Datum], loss_fn: LossFnType, loss_fn_config: Any = None
+    ) -> Future[ForwardBackwardOutput]:
+        return self._guard(self._client, self._client.forward(data, loss_fn, loss_fn_config))
+
+    forward_async = submitted(forward)
+
+    def forward_backward(
+        self, data: list[Datum], loss_fn: LossFnType, loss_fn_config: Any = None
+    ) -> Future[ForwardBackwardOutput]:
+        return self._guard(self._client, self._client.forward_backward(data, loss_fn, loss_fn_config))
+
+    forward_backward_async = submitted(forward_backward)
+
+    def forward_backward_custom(self, data: list[Datum], loss_fn: Any) -> Future[ForwardBackwardOutput]:
+        return self._guard(self._client, self._client.forward_backward_custom(data, loss_fn))
+
+    forward_backward_custom_async = submitted(forward_backward_custom)
+
+    def optim_step(self, optim_params: OptimParams) -> Future[OptimStepResponse]:
+        return self._guard(self._client, self._client.optim_step(optim_params), self._stepped)
+
+    optim_step_async = submitted(optim_step)
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: dict[str, str] | None = None,
+    ) -> Future[SaveWeightsResponse]:
+        """Save weights and optimizer; this is where a lost run goes on from."""
+        saved = self._client.save_state(name, ttl_seconds, overwrite, user_metadata)
+        return self._guard(self._client, saved, self._saved)
+
+    save_state_async = submitted(save_state)
+
+    def _stepped(self, _: Any) -> None:
+        self._steps += 1
+
+    def _saved(self, answer: SaveWeightsResponse) -> None:
+        self._checkpoint, self._steps = answer.path, 0
+
+    def _guard(
+        self, client: TrainingClient, future: Future[Any], note: Callable[[Any], None] = lambda _: None
+    ) -> Future[Any]:
+        return client.holder.connection.runner.submit(self._watch(client, future, note), cancellable=False)
+
+    async def _watch(self, client: TrainingClient, future: Future[Any], note: Callable[[Any], None]) -> Any:
+        try:
+            result = await future
+        except (TinkerError, RetryableException) as error:
+            if not _means_lost(error):
+                raise
+            raise await self._recover(client, error) from error
+        note(result)
+        return result
+
+    async def _recover(self, lost: TrainingClient, cause: Exception) -> Exception:
+        """Make the run again, once for all operations that noticed; what to raise."""
+        self._lock = self._lock or asyncio.Lock()
+        async with self._lock:
+            if self._client is not lost:
+                return RunRecoveredError("this operation was on its way when the run was lost; it was recovered since")
+            if self._checkpoint is None:
+                cause.add_note("The run cannot be recovered: it has no checkpoint. Call save_state now and then.")
+                return cause
+            if self._left == 0:
+                cause.add_note("The run was lost again; no recoveries are left.")
+                return cause
+            self._left -= 1
+            logger.warning("run %s is lost (%s); resuming from %s", lost.model_id, cause, self._checkpoint)
+            self._client = await self._resume(self._checkpoint)
+            event = RecoveryEvent(lost.model_id, self._client.model_id, self._checkpoint, self._steps, cause)
+            self._steps = 0
+            if self._on_recovery is not None:
+                await asyncio.to_thread(self._on_recovery, event)
+            return RunRecoveredError(
+                f"run {event.lost_model_id} was lost and goes on as {event.new_model_id} from {event.checkpoint}; "
+                f"{event.steps_lost} optimizer steps have to be done again"
+            )
+
+
+def _means_lost(error: BaseException) -> bool:
+    if isinstance(error, RetryableException):
+        return True
+    return isinstance(error, APIStatusError) and error.status_code in (404, 410)

@@ -1,0 +1,142 @@
+"""One event loop in one thread, for one client.
+
+Owns: the thread, and the tasks that run in it. Does not know: HTTP or the protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from tinsmith.client.futures import Future
+from tinsmith.errors import TinkerError
+
+T = TypeVar("T")
+
+
+class Runner:
+    """Runs coroutines for callers in any thread. Starts with its first task, ends with `close`."""
+
+    def __init__(self, name: str = "tinsmith") -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._submitted: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
+        self._pid = os.getpid()
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this is a forked child, in which the loop does not run."""
+        return os.getpid() != self._pid
+
+    def submit(self, coroutine: Coroutine[Any, Any, T], *, cancellable: bool = True) -> Future[T]:
+        """Start a coroutine in the loop; its future is safe to use from any thread or loop."""
+        try:
+            loop = self._running_loop()
+        except TinkerError:
+            coroutine.close()
+            raise
+        future: Future[T] = Future(self._thread, cancellable=cancellable)
+        with self._lock:
+            self._submitted.append((coroutine, future))
+            is_first = len(self._submitted) == 1
+        if is_first:  # each wake-up of the loop is a system call; one serves all that came before it is heard
+            loop.call_soon_threadsafe(self._start_submitted)
+        return future
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Start a background task from inside the loop; the runner ends it."""
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Cancel what still runs and end the thread. Safe to call twice, and after a fork."""
+        with self._lock:
+            self._is_closed = True
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
+        if loop is None or thread is None or os.getpid() != self._pid:
+            return
+        loop.call_soon_threadsafe(self._stop, loop)
+        if thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        if os.getpid() != self._pid:
+            raise TinkerError(
+                "This client was made before the process forked, and its connections belong to the parent. "
+                "Make a new client in the child process."
+            )
+        with self._lock:
+            if self._is_closed:
+                raise TinkerError("This client is closed. Make a new one.")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=_run, args=(self._loop, self._tasks), name=self._name, daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+    def _start_submitted(self) -> None:
+        with self._lock:
+            submitted, self._submitted = self._submitted, []
+        for coroutine, future in submitted:
+            self._start(coroutine, future)
+
+    def _start(self, coroutine: Coroutine[Any, Any, T], future: Future[T]) -> None:
+        if future.cancelled():
+            coroutine.close()
+            return
+        task = self.spawn(coroutine)
+        loop = asyncio.get_running_loop()
+
+        def finish(task: asyncio.Task[T]) -> None:
+            error = None if task.cancelled() else task.exception()
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled by its owner meanwhile
+                if task.cancelled():
+                    future.set_exception(TinkerError("The client was closed before the operation was done."))
+                elif error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(task.result())
+
+        def forward_cancel(future: Future[T]) -> None:
+            if future.cancelled():
+                loop.call_soon_threadsafe(task.cancel)
+
+        task.add_done_callback(finish)
+        future.add_done_callback(forward_cancel)  # type: ignore[arg-type]
+
+    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        loop.call_soon(loop.stop)
+
+
+def _run(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]]) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        pending = [task for task in tasks if not task.done()]
+        for task in pending:
+            task.cancel()
+        if pending:
+            loop.run_until_complete(asyncio.wait(pending, timeout=1.0))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()

@@ -1,0 +1,250 @@
+"""What every transport speaks: a request, an answer, an answer as it arrives, and the plain words for a missing one.
+
+Does not know: HTTP libraries, retries, endpoints, wire types. A transport never raises for a status code: it raises
+APIConnectionError or APITimeoutError when no complete answer came, and lets cancellation through.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
+from urllib.parse import SplitResult, quote, urljoin, urlsplit
+
+from tinsmith.errors import APIConnectionError, APITimeoutError, InvalidInputError, LimitExceededError, RequestInfo
+from tinsmith.transport.multipart import PIECE_BYTES, Multipart
+
+MAX_REDIRECTS = 10
+
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_PORTS = {"http": 80, "https": 443}
+_KEPT_HEADERS = frozenset({"accept", "accept-encoding", "content-encoding", "content-type", "range", "user-agent"})
+"""What may go to another host; anything else could hold a key."""
+_USER_INFO = re.compile(r"^(\w+://)[^/?#]*@")
+_URL_CHARACTERS = "%/:?[]@!$&'()*+,;=~"
+
+
+class Purpose(enum.StrEnum):
+    """What a request is for: each purpose has connections of its own, so that none can starve another."""
+
+    TRAIN = "train"
+    SAMPLE = "sample"
+    SESSION = "session"
+    RETRIEVE = "retrieve"
+    REST = "rest"
+    TELEMETRY = "telemetry"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class HttpRequest:
+    """One call. `url` is absolute and already percent-encoded; a Multipart body brings its own content type."""
+
+    method: str
+    url: str
+    headers: Mapping[str, str]
+    body: bytes | Multipart | None = None
+    timeout_s: float = 60.0
+    """For the whole call: waiting for a connection, sending, redirects, and reading the last byte."""
+    connect_timeout_s: float = 5.0
+    purpose: Purpose
+    follow_redirects: bool = True
+
+    def __post_init__(self) -> None:
+        if " " in self.url or not self.url.isascii():
+            raise InvalidInputError(f"url: {self.shown_url!r} is not percent-encoded", field="url")
+
+    @property
+    def shown_url(self) -> str:
+        """The URL without a password that stands in it."""
+        return _USER_INFO.sub(r"\1", self.url) if "@" in self.url else self.url
+
+    @property
+    def info(self) -> RequestInfo:
+        """What may be said about the request: nothing of its headers."""
+        return RequestInfo(self.method, self.shown_url)
+
+    def all_headers(self) -> Mapping[str, str]:
+        """The headers with those of the body."""
+        if not isinstance(self.body, Multipart):
+            return self.headers
+        kept = {name: value for name, value in self.headers.items() if name.lower() != "content-type"}
+        return {**kept, "content-type": self.body.content_type}
+
+    @property
+    def body_length(self) -> int | None:
+        return self.body.length if isinstance(self.body, Multipart) else len(self.body or b"")
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body in pieces that do not hold up an event loop."""
+        if isinstance(self.body, Multipart):
+            async for piece in self.body.parts():
+                yield piece
+        elif self.body:
+            for position in range(0, len(self.body), PIECE_BYTES):
+                yield self.body[position : position + PIECE_BYTES]
+
+    def __repr__(self) -> str:
+        body = f"{len(self.body)} bytes" if isinstance(self.body, bytes) else repr(self.body)
+        names = ", ".join(self.headers)
+        return f"HttpRequest({self.method} {self.shown_url}, headers: {names or 'none'}, body: {body}, {self.purpose})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpResponse:
+    """A complete answer. Keys of `headers` are lower-case; `body` is unpacked if it came compressed."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    url: str
+    """Where the answer came from, after redirects."""
+
+
+class StreamedResponse(Protocol):
+    """An answer whose body is still arriving. It can be consumed once."""
+
+    @property
+    def status(self) -> int: ...
+
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+
+    @property
+    def url(self) -> str: ...
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it arrives."""
+        ...
+
+    async def read(self, max_bytes: int) -> bytes:
+        """The whole body, if it is at most `max_bytes` large; else LimitExceededError."""
+        ...
+
+
+class Transport(Protocol):
+    """Sends requests. Closing it leaves nothing behind."""
+
+    async def send(self, request: HttpRequest) -> HttpResponse: ...
+
+    def stream(self, request: HttpRequest) -> AbstractAsyncContextManager[StreamedResponse]: ...
+
+    async def close(self) -> None: ...
+
+
+class StreamedBody:
+    """A StreamedResponse over any source of bytes."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], url: str, source: AsyncIterator[bytes]) -> None:
+        self.status = status
+        self.headers = headers
+        self.url = url
+        self._source: AsyncIterator[bytes] | None = source
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        if self._source is None:
+            raise RuntimeError(
+                f"the answer from {self.url} was consumed already; send the request again to read it again"
+            )
+        source, self._source = self._source, None
+        return source
+
+    async def read(self, max_bytes: int) -> bytes:
+        parts, total = [], 0
+        async for chunk in self.chunks():
+            parts.append(chunk)
+            total += len(chunk)
+            if total > max_bytes:
+                raise LimitExceededError(
+                    f"body: the answer from {self.url} is larger than {max_bytes} bytes", field="body"
+                )
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+class Why(enum.StrEnum):
+    """Why no complete answer came, and what to check."""
+
+    REFUSED = "nothing listens at {host} (connection refused). Check that the server is running, and the port."
+    UNKNOWN_HOST = "the host name {name} is not known. Check the base URL and the network."
+    UNREACHABLE = "{host} cannot be reached ({cause}). Check the network and the base URL."
+    NO_CONNECTION = "no connection to {host} in {connect_s:g} s. Check the network, firewalls and the base URL."
+    CERTIFICATE = "TLS: the certificate of {host} is not trusted ({cause}). Check the host name, or SSL_CERT_FILE."
+    TLS = "TLS with {host} failed ({cause}). Check that the server speaks https at this port, or use http."
+    PROXY = "the proxy did not let the request through ({cause}). Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY."
+    ALL_BUSY = "no free connection in {total_s:g} s ({cause}). Send less at once, or allow more time or connections."
+    NO_ANSWER = "no answer in {total_s:g} s. The server may be busy: check its log, or allow more time."
+    DROPPED = "the connection ended without an answer ({cause}). Check whether the server crashed or restarted."
+    CUT_OFF = "the answer was cut off before its end ({cause}). Check whether the server crashed, and the network."
+    TOO_LARGE = "the answer is larger than the allowed {cause} bytes. Ask for less at once, or raise the limit."
+    NOT_HTTP = "what came back is not valid HTTP ({cause}). Check that the base URL is that of the server."
+    REDIRECT = "redirected {cause}. Check the base URL."
+    INVALID = "not sent: the URL or a header is not valid."
+    NOT_SENT = "not sent: {cause}"
+    CLOSED = "not completed: the transport was closed."
+
+
+_TIMEOUTS = frozenset({Why.NO_CONNECTION, Why.ALL_BUSY, Why.NO_ANSWER})
+_LASTING = frozenset({Why.CERTIFICATE, Why.TOO_LARGE, Why.REDIRECT, Why.INVALID, Why.NOT_SENT, Why.CLOSED})
+"""What the same request will meet again, so that retrying is pointless."""
+
+
+def fault(request: HttpRequest, why: Why, cause: object = "") -> APIConnectionError:
+    """The error for a request without a complete answer: where it went, why, and what to check."""
+    info = request.info
+    host = info.url.partition("://")[2].partition("/")[0]
+    seconds = {"total_s": request.timeout_s, "connect_s": request.connect_timeout_s}
+    said = why.format(host=host, name=host.partition(":")[0], cause=cause, **seconds)
+    error = (APITimeoutError if why in _TIMEOUTS else APIConnectionError)(info, f"{info.method} {info.url}: {said}")
+    error.retryable = why not in _LASTING
+    return error
+
+
+def lower_case(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Headers by lower-case name; what came more than once is joined by commas."""
+    pairs = [(name.lower(), value) for name, value in headers]
+    lowered = dict(pairs)
+    if len(lowered) < len(pairs):
+        lowered = {name: ", ".join(value for other, value in pairs if other == name) for name in lowered}
+    return lowered
+
+
+def is_redirect(request: HttpRequest, status: int, headers: Mapping[str, str]) -> bool:
+    """Whether an answer sends the request elsewhere and the request wants to follow."""
+    return status in _REDIRECTS and request.follow_redirects and bool(headers.get("location"))
+
+
+def redirected(request: HttpRequest, status: int, headers: Mapping[str, str]) -> HttpRequest:
+    """The request that a redirect asks for.
+
+    Methods change as in browsers. Only harmless headers go to another host, or to http from https.
+    """
+    location = headers["location"]
+    try:
+        url = quote(urljoin(request.url, location).partition("#")[0], safe=_URL_CHARACTERS)
+        new = urlsplit(url)
+        stays = _stays(urlsplit(request.url), new)
+    except ValueError as error:
+        raise fault(request, Why.REDIRECT, f"to {location!r}, which is no URL") from error
+    if new.scheme not in _PORTS or not new.hostname:
+        raise fault(request, Why.REDIRECT, f"to {location!r}, which is no http URL")
+    dropped = () if stays else [name for name in request.headers if name.lower() not in _KEPT_HEADERS]
+    becomes_get = request.method not in ("GET", "HEAD") and (
+        status in (302, 303) or (status == 301 and request.method == "POST")
+    )
+    if not becomes_get:
+        return replace(request, url=url, headers=_without(request.headers, dropped))
+    dropped = [*dropped, *(name for name in request.headers if name.lower().startswith("content-"))]
+    return replace(request, method="GET", url=url, headers=_without(request.headers, dropped), body=None)
+
+
+def _stays(old: SplitResult, new: SplitResult) -> bool:
+    """Whether a redirect leads to the same server: same origin, or the same host by https."""
+    origins = [(url.scheme, url.port or _PORTS.get(url.scheme)) for url in (old, new)]
+    is_upgrade = origins == [("http", 80), ("https", 443)]
+    return old.hostname == new.hostname and (origins[0] == origins[1] or is_upgrade)
+
+
+def _without(headers: Mapping[str, str], dropped: Collection[str]) -> dict[str, str]:
+    return {name: value for name, value in headers.items() if name not in dropped}
