@@ -15,8 +15,8 @@ check: setup ## Format, lint, types and unit tests: about a minute
 	@.venv/bin/mypy
 	@$(PY) -m pytest -q tests/unit
 
-test: setup ## Everything: what check does, and the contract tests against the official SDK's releases
-	@tools/official
+test: setup ## Everything: what check does, the contract tests against the official SDK, its cookbook, and end to end
+	@tools/cookbook
 	@.venv/bin/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/mypy
@@ -25,6 +25,7 @@ test: setup ## Everything: what check does, and the contract tests against the o
 bench: setup ## Benchmarks, each beside the official SDK in the same run
 	@tools/official
 	@$(PY) bench/wire.py
+	@$(PY) bench/sdk.py
 
 lines: ## Lines of code per sub-package, with the change against main
 	@tools/lines
