@@ -9,7 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,17 +21,25 @@ from support.tinker_server import TinkerServer
 from tinsmith import ClientConfig, Datum, ModelInput, SamplingClient, ServiceClient, TrainingClient
 
 LIMIT_S = 20
-"""What a test may take before it counts as hanging."""
+"""What setting up, running or tearing down a test may take before it counts as hanging."""
 MODEL = "stub/model"
 
 
 @pytest.fixture
-def hard_limit() -> Iterator[None]:
+def hard_limit() -> None:
+    """Asks for `limited` around each phase of a test."""
+
+
+@contextlib.contextmanager
+def limited(item: pytest.Item) -> Iterator[None]:
     """Fail a test that hangs, wherever its main thread waits."""
 
     def expired(*_: object) -> None:
         pytest.fail(f"still waiting after {LIMIT_S} s")
 
+    if "hard_limit" not in getattr(item, "fixturenames", ()):
+        yield
+        return
     before = signal.signal(signal.SIGALRM, expired)
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     try:
@@ -39,6 +47,24 @@ def hard_limit() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    with limited(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    with limited(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    with limited(item):
+        return (yield)
 
 
 @pytest.fixture

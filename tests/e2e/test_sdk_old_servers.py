@@ -10,7 +10,7 @@ import pytest
 from support.server_arithmetic import logprob
 from support.tinker_server import TinkerServer
 
-from tinsmith import AdamParams, ModelInput, SamplingParams, TinkerError
+from tinsmith import AdamParams, ModelInput, PromptProvenanceSpan, SamplingParams, TinkerError
 
 pytestmark = pytest.mark.usefixtures("hard_limit", "clean_environment")
 
@@ -158,6 +158,17 @@ def test_a_server_from_before_forward_only_gets_forward_passes_by_their_own_rout
     trainer.forward([datum(1)], LOSS).result(10)
     assert len(server.find("forward")) == 1
     assert server.find("forward_backward") == []
+
+
+def test_what_json_cannot_carry_is_refused_and_strands_nothing(make_server: Any, connect: Any, datum: Any) -> None:
+    server = make_server(vintage="skyrl-422")
+    trainer = connect(server).create_lora_training_client("stub/model", rank=4)
+    spans = [PromptProvenanceSpan(sequence_id="a", length=2)]
+    refused = trainer.forward_backward([datum(1, 2).with_provenance(spans, spans)], LOSS)
+    stepped = trainer.optim_step(STEP)
+
+    assert isinstance(refused.exception(10), TinkerError)
+    assert stepped.result(5).metrics == {"step": 1.0}
 
 
 def test_failures_reach_the_caller_whatever_their_form(vintage: TinkerServer, connect: Any, datum: Any) -> None:

@@ -214,6 +214,34 @@ def test_close_while_samples_are_being_submitted_says_nothing(
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+def test_close_while_other_threads_submit_strands_nobody(connect: Any, server: TinkerServer, eventually: Any) -> None:
+    for _ in range(8):
+        client = connect(server)
+        sampler = client.create_sampling_client(base_model="stub/model")
+        futures: list[Any] = []
+        unexpected: list[BaseException] = []
+
+        def submit(sampler: Any = sampler, futures: Any = futures, unexpected: Any = unexpected) -> None:
+            try:
+                for _ in range(300):
+                    futures.append(sampler.sample(PROMPT, 1, PARAMS))
+            except TinkerError:
+                return
+            except BaseException as error:
+                unexpected.append(error)
+
+        threads = [threading.Thread(target=submit) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        server.wait_for("asample", timeout_s=10)
+        client.close()
+        for thread in threads:
+            thread.join(5)
+        assert unexpected == []
+        eventually(lambda futures=futures: all(future.done() for future in futures), 3)
+        server.clear_requests()
+
+
 def test_many_clients_leave_nothing(server: TinkerServer, connect: Any, eventually: Any) -> None:
     threads = set(threading.enumerate())
     for _ in range(15):
@@ -327,6 +355,24 @@ def test_a_rest_client_outlives_the_name_of_its_service_client(server: TinkerSer
     rest = ServiceClient(config=config).create_rest_client()
     gc.collect()
     assert rest.list_sessions().result(10).sessions == []
+
+
+def test_a_client_that_only_its_work_still_holds_ends_after_it(
+    server: TinkerServer, connect: Any, eventually: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    threads = set(threading.enumerate())
+    config = ClientConfig(base_url=server.url, api_key=server.key)
+    for _ in range(5):
+        future = ServiceClient(config=config).create_rest_client().list_sessions()
+        gc.collect()
+        assert future.result(10).sessions == []
+        del future
+    gc.collect()
+
+    eventually(lambda: set(threading.enumerate()) <= threads, 4)
+    eventually(lambda: server.open_connections == 0, 3)
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def test_a_closed_rest_client_leaves_no_thread(server: TinkerServer, connect: Any, eventually: Any) -> None:

@@ -75,7 +75,6 @@ class Connection:
         self._has_answered = False
         self._usual = RetryPolicy(deadline_s=config.retry_deadline_s, max_delay_s=MAX_DELAY_S)
         self._first_contact = RetryPolicy(deadline_s=config.first_contact_s, max_delay_s=MAX_DELAY_S)
-        self._out_of_reach_since: float | None = None
         self._key_prefix = f"tinsmith-{uuid.uuid4()}-"
         self._key_numbers = itertools.count()
         self._ready: asyncio.Task[None] | None = None
@@ -142,28 +141,26 @@ class Connection:
             return await self._attempt(route, url, body, headers, purpose, timeout_s, credential, idempotency, 0)
 
         async def attempt(number: int) -> HttpResponse:
-            self._check_breaker(route)
-            try:
-                response = await self._attempt(
-                    route, url, body, headers, purpose, timeout_s, credential, idempotency, number
-                )
-            except (APIConnectionError, InternalServerError) as error:
-                self.breaker.failed(route.name, error)
-                raise
-            except APIStatusError:
-                self.breaker.succeeded(route.name)
-                raise
-            self.breaker.succeeded(route.name)
-            return response
+            return await self._attempt(route, url, body, headers, purpose, timeout_s, credential, idempotency, number)
 
-        return await retrying(
-            attempt,
-            policy,
-            on_wait=lambda wait: self._say(url, wait),
-            clock=time.monotonic,
-            sleep=asyncio.sleep,
-            random=random.random,
-        )
+        self._check_breaker(route)
+        try:
+            response = await retrying(
+                attempt,
+                policy,
+                on_wait=lambda wait: self._say(url, wait),
+                clock=time.monotonic,
+                sleep=asyncio.sleep,
+                random=random.random,
+            )
+        except (APIConnectionError, InternalServerError) as error:
+            self.breaker.failed(route.name, error)
+            raise
+        except APIStatusError:
+            self.breaker.succeeded(route.name)
+            raise
+        self.breaker.succeeded(route.name)
+        return response
 
     @property
     def is_ready(self) -> bool:
@@ -179,14 +176,13 @@ class Connection:
             headers.update(extra)
         return headers
 
-    def policy(self) -> RetryPolicy:
-        """How long to go on: less patience for a server that has never answered, and one wait for all calls while it
-        is out of reach, so that those behind a failed one do not each wait as long again."""
+    def policy(self, since: float | None = None) -> RetryPolicy:
+        """How long to go on: less patience for a server that has never answered. With `since` the time of the call
+        counts, so that calls which queued behind one another share one wait."""
         policy = self._usual if self._has_answered else self._first_contact
-        if self._out_of_reach_since is None:
+        if since is None:
             return policy
-        left = policy.deadline_s - (time.monotonic() - self._out_of_reach_since)
-        return dataclasses.replace(policy, deadline_s=max(left, 0.01))
+        return dataclasses.replace(policy, deadline_s=max(policy.deadline_s - (time.monotonic() - since), 0.01))
 
     def _unique(self) -> str:
         """An idempotency key, unique without asking the system for randomness at every call."""
@@ -229,13 +225,8 @@ class Connection:
             connect_timeout_s=self.config.connect_timeout_s,
             purpose=purpose,
         )
-        try:
-            response = await self.transport().send(request)
-        except TinkerError:
-            if self._out_of_reach_since is None:
-                self._out_of_reach_since = time.monotonic()
-            raise
-        self._has_answered, self._out_of_reach_since = True, None
+        response = await self.transport().send(request)
+        self._has_answered = True
         if "x-deprecation-note" in response.headers:
             level = logging.ERROR if response.headers.get("x-deprecation-level") == "error" else logging.WARNING
             logger.log(level, "%s: %s", route.name, response.headers["x-deprecation-note"])

@@ -132,6 +132,9 @@ def close_parts(connection: Connection, telemetry: Telemetry, pending_samples: s
     runner = connection.runner
     if runner.is_closed or runner.is_inherited:
         return
+    if runner.is_own_thread:
+        runner.close_after(_shut_down(connection, telemetry, list(pending_samples)))
+        return
     with contextlib.suppress(TimeoutError, TinkerError):
         runner.submit(_shut_down(connection, telemetry, list(pending_samples))).result(1.0)
     runner.close()

@@ -31,6 +31,7 @@ class Runner:
         self._submitted: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
         self._pid = os.getpid()
         self._is_closed = False
+        self._last: asyncio.Task[Any] | None = None
 
     @property
     def is_closed(self) -> bool:
@@ -74,6 +75,20 @@ class Runner:
         loop.call_soon_threadsafe(self._stop, loop)
         if thread is not threading.current_thread():
             thread.join(timeout)
+
+    @property
+    def is_own_thread(self) -> bool:
+        return self._thread is threading.current_thread()
+
+    def close_after(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """End from inside the loop: after this coroutine, and with nothing more accepted."""
+        with self._lock:
+            self._is_closed = True
+            self._loop = self._thread = None
+        loop = asyncio.get_running_loop()
+        last = loop.create_task(coroutine)
+        last.add_done_callback(lambda _: self._stop(loop))
+        self._last = last
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if os.getpid() != self._pid:

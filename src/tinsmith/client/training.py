@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
@@ -24,11 +24,11 @@ from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.sequence import Sequence, Turns
 from tinsmith.client.tokenizing import tokenizer_of
 from tinsmith.errors import (
-    APIConnectionError,
     APIStatusError,
     InvalidInputError,
     MissingArgumentError,
     NotFoundError,
+    TinkerError,
 )
 from tinsmith.transport.base import Purpose
 from tinsmith.wire import json_codec, proto_training, zstd
@@ -92,6 +92,7 @@ class _Part:
     request: ForwardBackwardRequest
     body: bytes
     content_type: str
+    called: float
 
 
 class TrainingClient:
@@ -305,16 +306,20 @@ class TrainingClient:
         unnumbered = json_codec.encode(request)
         number = self._numbers.take()
         body = _numbered(unnumbered, JSON_TYPE, number + 1)
-        return self.holder.submit(name, self._run_one(name, route, number, body, finish), cancellable=False)
+        work = self._run_one(name, route, number, body, finish, time.monotonic())
+        return self.holder.submit(name, work, cancellable=False)
 
-    async def _run_one(self, name: str, route: Route, number: int, body: bytes, finish: Callable[[Any], Any]) -> Any:
+    async def _run_one(
+        self, name: str, route: Route, number: int, body: bytes, finish: Callable[[Any], Any], called: float
+    ) -> Any:
         await self._turns.reach(number)
         started = time.monotonic()
         try:
-            await self._fill_gaps()
-            promise = await self.holder.promise(route, body)
-        except APIConnectionError:
-            self._gaps.append(number)
+            await self._fill_gaps(called)
+            promise = await self.holder.promise(route, body, policy=self.holder.connection.policy(called))
+        except BaseException as error:
+            if not _is_refusal(error):
+                self._gaps.append(number)
             raise
         finally:
             self._turns.done(number)
@@ -377,18 +382,16 @@ class TrainingClient:
         bodies = [encode(request) for request in requests]
         number = self._numbers.take(len(requests)) if first is None else first
         return [
-            _Part(number + i, request, _numbered(body, content_type, number + i + 1), content_type)
+            _Part(number + i, request, _numbered(body, content_type, number + i + 1), content_type, time.monotonic())
             for i, (request, body) in enumerate(zip(requests, bodies, strict=True))
         ]
 
     async def _run_parts(self, name: str, parts: list[_Part]) -> ForwardBackwardOutput:
         await self._turns.reach(parts[0].number)
         try:
-            await self._fill_gaps()
-        except APIConnectionError:
-            self._gaps.extend(part.number for part in parts)
-            for part in parts:
-                self._turns.done(part.number)
+            await self._fill_gaps(parts[0].called)
+        except BaseException:
+            self._give_up(part.number for part in parts)
             raise
         what = f"{name} of {self.model_id}"
         polls: list[Any]
@@ -415,8 +418,9 @@ class TrainingClient:
         try:
             async with self.holder.connection.limits.train_bytes.hold(len(part.body)):
                 route, promise = await self._submit_part(part)
-        except APIConnectionError:
-            self._gaps.append(part.number)
+        except BaseException as error:
+            if not _is_refusal(error):
+                self._gaps.append(part.number)
             raise
         finally:
             self._turns.done(part.number)
@@ -438,7 +442,13 @@ class TrainingClient:
         if connection.server.proto_compress_fwdbwd:
             body, headers = await asyncio.to_thread(zstd.compress, part.body), {"content-encoding": "zstd"}
         try:
-            promise = await self.holder.promise(FORWARD_BACKWARD, body, content_type=PROTOBUF_TYPE, headers=headers)
+            promise = await self.holder.promise(
+                FORWARD_BACKWARD,
+                body,
+                content_type=PROTOBUF_TYPE,
+                headers=headers,
+                policy=connection.policy(part.called),
+            )
             connection.has_taken_protobuf = True
             return FORWARD_BACKWARD, promise
         except APIStatusError as error:
@@ -457,7 +467,7 @@ class TrainingClient:
         body = part.body
         if part.content_type != JSON_TYPE:
             body = _numbered(_json_body(part.request), JSON_TYPE, part.number + 1)
-        return route, await self.holder.promise(route, body)
+        return route, await self.holder.promise(route, body, policy=self.holder.connection.policy(part.called))
 
     async def _run_custom(
         self, data: list[Datum], loss_fn: CustomLossFn, first: list[_Part], spare: int
@@ -472,14 +482,17 @@ class TrainingClient:
             weighted = custom_loss.backward_data(data, custom.gradients)
             parts = self._prepare(weighted, "cross_entropy", None, forward_only=False, first=spare)
         except BaseException:
-            await self._close_numbers(first, spare)
+            try:
+                await self._close_numbers(first, spare)
+            except TinkerError:  # it is written down which ones are open; the error that matters is the first
+                self._give_up(range(spare, spare + len(first)))
             raise
         for number in range(spare + len(parts), spare + len(first)):
             self._turns.done(number)
         server = await self._run_parts("forward_backward", parts)
         return custom_loss.result_metrics(server, custom)
 
-    async def _fill_gaps(self) -> None:
+    async def _fill_gaps(self, called: float) -> None:
         """Spend the numbers of operations that never reached the server and were reported as failed: the server would
         wait for them for ever. A pass that changes nothing takes each place; a server that did get the original
         answers for that one."""
@@ -488,11 +501,18 @@ class TrainingClient:
             number = self._gaps[0]
             for part in self._prepare([nothing], "cross_entropy", None, forward_only=True, first=number):
                 try:
-                    await self._submit_part(part)
+                    await self._submit_part(replace(part, called=called))
                 except APIStatusError as error:
-                    if error.retryable:
+                    if not _is_refusal(error):
                         raise
             self._gaps.remove(number)
+
+    def _give_up(self, numbers: Iterable[int]) -> None:
+        """Numbers that were not sent: the order goes on, and they are spent before the next operation."""
+        for number in numbers:
+            if number not in self._gaps:
+                self._gaps.append(number)
+            self._turns.done(number)
 
     async def _close_numbers(self, like: list[_Part], first: int) -> None:
         """Spend numbers that will not be used: a server that runs in order would wait for them for ever."""
@@ -500,6 +520,11 @@ class TrainingClient:
         for number in range(first, first + len(like)):
             filler = self._prepare([smallest], "cross_entropy", None, forward_only=True, first=number)
             await self._run_parts("forward", filler)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the server looked at a request and said no, which closes its number there."""
+    return isinstance(error, APIStatusError) and error.status_code < 500 and error.status_code not in (408, 409, 429)
 
 
 def _check_finite(datum: Datum, index: int) -> None:
