@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from conftest import Official
+from conftest import Official, _official
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from values import as_binary, assert_same, plain, values_of
@@ -152,8 +152,6 @@ def test_failure_categories_are_written_in_lower_case(official: Official, catego
 @QUICK
 @given(st.data())
 def test_forward_backward_of_0_24_is_read_in_all_its_encodings(newest: Official, data: st.DataObject) -> None:
-    from conftest import _official
-
     official = _official("0.24.0")
     values = data.draw(_values(types.ForwardBackwardRequest, official))
     chunks = [chunk for d in values["forward_backward_input"]["data"] for chunk in d["model_input"]["chunks"]]

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Official
+from conftest import Official, _official
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from values import FLOAT32, TEXT, TOKENS, as_binary, assert_same, plain, values_of
@@ -325,8 +325,6 @@ def test_samples_we_encode_are_read_by_the_newest(newest: Official, response: ty
 @THOROUGH
 @given(data=st.data())
 def test_results_are_read_by_older_releases_too(newest: Official, release: str, data: st.DataObject) -> None:
-    from conftest import _official
-
     official = _official(release)
     response = data.draw(sample_responses())
     read = official.ask("read_result", message="SampleResponse", body=proto_sampling.encode_response(response))

@@ -61,5 +61,9 @@ def test_a_json_server_sees_what_a_json_release_sends() -> None:
     bodies = [request for request in ours if "forward" in str(request)]
     assert bodies
     assert [name for name, _ in our_steps] == [name for name, _ in their_steps]
-    assert raised(as_official(our_steps)) == raised(their_steps)
-    assert [text for text in undocumented(official, ours) if "forward" in text] == []
+    # 0.15.0 sends a call without data; later releases and ours refuse it.
+    assert raised(as_official(our_steps)) == raised(their_steps) | {"no data": "ValueError"}
+    # Releases before 0.18 send only what was set, None included; we write defaults out, as later ones do.
+    unset = (": <missing> != ", ": null != <missing>")
+    changed = [text for text in undocumented(official, ours) if not any(form in text for form in unset)]
+    assert [text for text in changed if "forward" in text] == []
