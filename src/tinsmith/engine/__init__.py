@@ -1,0 +1,1 @@
+"""The engine: what computes. The server knows `base` alone."""

@@ -1,0 +1,1 @@
+"""What outlives a process: rows in SQLite or PostgreSQL."""

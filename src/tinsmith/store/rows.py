@@ -1,0 +1,196 @@
+"""The rows that the server keeps. Times are seconds since the epoch (UTC); JSON columns hold text.
+
+Does not know: SQL; the statements that write and read these are in `queries.sql`.
+"""
+
+from __future__ import annotations
+
+from tinsmith.store.base import Row
+
+
+class KeyRow(Row, frozen=True, kw_only=True):
+    """An API key. The key itself is not kept, only its digest."""
+
+    key_id: int
+    digest: str
+    hint: str
+    org_id: str
+    user_id: str
+    project_id: str | None = None
+    name: str
+    note: str = ""
+    scopes: str = '["all"]'
+    created_at: float
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    requests_per_minute: int | None = None
+    tokens_per_day: int | None = None
+
+
+class OrgRow(Row, frozen=True, kw_only=True):
+    org_id: str
+    name: str
+    created_at: float
+
+
+class UserRow(Row, frozen=True, kw_only=True):
+    user_id: str
+    org_id: str
+    name: str
+    email: str | None = None
+    created_at: float
+
+
+class ProjectRow(Row, frozen=True, kw_only=True):
+    project_id: str
+    org_id: str
+    name: str
+    created_at: float
+
+
+class SessionRow(Row, frozen=True, kw_only=True):
+    session_id: str
+    org_id: str
+    user_id: str
+    project_id: str | None = None
+    display_name: str | None = None
+    tags: str = "[]"
+    user_metadata: str = "{}"
+    sdk_version: str = ""
+    created_at: float
+    heartbeat_at: float
+    status: str = "active"
+    """active, finished (by its client), expired (no heartbeat), failed."""
+    status_detail: str | None = None
+    """Of a finished one: success, errored or interrupted."""
+    detail: str | None = None
+    ended_at: float | None = None
+
+
+class ModelRow(Row, frozen=True, kw_only=True):
+    model_id: str
+    session_id: str
+    org_id: str
+    user_id: str
+    project_id: str | None = None
+    base_model: str
+    lora: str
+    optimizer: str
+    user_metadata: str | None = None
+    created_at: float
+    used_at: float
+    state: str = "live"
+    """live, unloaded (asked for, or its session is over)."""
+    fault: str | None = None
+    """Why the run must not be trusted, if so."""
+    snapshot_directory: str | None = None
+    snapshot_seq: int = -1
+    """The journal up to this number is contained in the snapshot."""
+
+
+class SamplerRow(Row, frozen=True, kw_only=True):
+    sampler_id: str
+    session_id: str
+    org_id: str
+    user_id: str
+    base_model: str
+    model_path: str | None = None
+    directory: str | None = None
+    adapter_key: str | None = None
+    clones: int = 0
+    created_at: float
+
+
+class JobRow(Row, frozen=True, kw_only=True):
+    """An accepted (or refused) request. `lane` is the model or the sampling session it is numbered in."""
+
+    request_id: str
+    lane: str
+    seq: int
+    kind: str
+    session_id: str
+    org_id: str
+    user_id: str
+    digest: str
+    """Of the body as sent, to tell a repetition from another request under the same number."""
+    job: bytes
+    """The job as the backend gets it, encoded."""
+    state: str = "queued"
+    """queued, done, failed, cancelled, refused."""
+    created_at: float
+
+
+class ResultRow(Row, frozen=True, kw_only=True):
+    request_id: str
+    body: bytes
+    encoding: str
+    """json, protobuf, or error (then the body is the JSON that says so)."""
+    digest: str
+    started_at: float
+    finished_at: float
+
+
+class CheckpointRow(Row, frozen=True, kw_only=True):
+    path: str
+    """tinker://<model>/<kind>/<name>"""
+    model_id: str
+    kind: str
+    name: str
+    session_id: str
+    org_id: str
+    user_id: str
+    project_id: str | None = None
+    base_model: str
+    lora: str
+    optimizer: str
+    directory: str
+    size_bytes: int
+    digest: str
+    public: bool = False
+    user_metadata: str | None = None
+    created_at: float
+    expires_at: float | None = None
+
+
+class CustomLossRow(Row, frozen=True, kw_only=True):
+    loss_id: str
+    session_id: str
+    org_id: str
+    user_id: str
+    name: str
+    request: bytes
+    created_at: float
+
+
+class UsageRow(Row, frozen=True, kw_only=True):
+    """Tokens and such in one hour; rows with the same key add up."""
+
+    hour: int
+    org_id: str
+    user_id: str
+    project_id: str
+    session_id: str
+    base_model: str
+    kind: str
+    """training, prefill, prefill_cached, sampled, checkpoint, storage (byte hours)."""
+    amount: int
+
+
+class AuditRow(Row, frozen=True, kw_only=True):
+    at: float
+    org_id: str
+    user_id: str
+    event: str
+    group_name: str
+    """checkpoints, projects, teams, organizations."""
+    details: str = "{}"
+    model_id: str | None = None
+    tinker_path: str | None = None
+    purpose: str | None = None
+
+
+class TelemetryRow(Row, frozen=True, kw_only=True):
+    at: float
+    org_id: str
+    session_id: str
+    body: str
