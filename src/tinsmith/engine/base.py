@@ -2,8 +2,8 @@
 
 A backend is a deterministic machine with volatile state. It executes jobs of one model in the order in which they were
 submitted, samples in any order, and may lose everything it holds at any moment; it then counts up its `epoch` and fails
-what was under way with `BackendLostError`. Keeping, ordering, repeating and journalling are the server's work, so a backend
-has no database and every backend passes one contract suite (tests/contract/test_backends.py).
+what was under way with `BackendLostError`. Keeping, ordering, repeating and journalling are the server's work, so a
+backend has no database and every backend passes one contract suite (tests/contract/test_backends.py).
 
 Bodies are the bytes that the client sent (decompressed), results the bytes that a client may be given: what was
 journalled is what is computed, and a digest of the result is a digest of what was delivered.

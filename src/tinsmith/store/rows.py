@@ -115,6 +115,8 @@ class JobRow(Row, frozen=True, kw_only=True):
     """Of the body as sent, to tell a repetition from another request under the same number."""
     job: bytes
     """The job as the backend gets it, encoded."""
+    context: str = "{}"
+    """What the server needs to finish it, as JSON."""
     state: str = "queued"
     """queued, done, failed, cancelled, refused."""
     created_at: float

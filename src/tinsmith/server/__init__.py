@@ -1,0 +1,1 @@
+"""The API process: authorises, validates, journals, orders, answers. Never imports torch."""

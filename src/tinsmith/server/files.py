@@ -1,0 +1,101 @@
+"""The data directory: where checkpoints, samplers, exports and traces lie, and how much room is left.
+
+Names of directories are made here from ids, so that nothing a client says becomes part of a path unchecked.
+Does not know: what is in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.refusals import NotReadyError
+
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
+_SAFE = re.compile(r"[^A-Za-z0-9_.-]")
+
+
+def check_name(name: str, field: str = "path") -> str:
+    """A checkpoint's name as it may be: one segment of a path."""
+    if not NAME.fullmatch(name) or name.startswith("."):
+        raise InvalidInputError(
+            f"{field}: {name!r} cannot name a checkpoint; use letters, digits, _ - . (at most 255, not beginning with .)",
+            field=field,
+        )
+    return name
+
+
+class Files:
+    """Places under one directory."""
+
+    def __init__(self, root: Path, min_free_bytes: int) -> None:
+        self.root = root
+        self._min_free_bytes = min_free_bytes
+
+    def prepare(self) -> None:
+        """Make the directories; only this user may look in."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        os.chmod(self.root, 0o700)
+        for name in ("checkpoints", "samplers", "loads", "snapshots", "traces"):
+            (self.root / name).mkdir(exist_ok=True)
+
+    def checkpoint(self, model_id: str, kind: str, name: str, request_id: str) -> Path:
+        """Where a save of this name goes; every save has its own directory, also under the same name."""
+        return self.root / "checkpoints" / _segment(model_id) / kind / f"{name}-{request_id[:12]}"
+
+    def sampler(self, sampler_id: str) -> Path:
+        return self.root / "samplers" / _segment(sampler_id)
+
+    def load(self, request_id: str) -> Path:
+        """A copy of what a load read, so that the journal can be replayed when the checkpoint is gone."""
+        return self.root / "loads" / request_id
+
+    def trace(self, session_id: str) -> Path:
+        return self.root / "traces" / f"{_segment(session_id)}.json"
+
+    def check_room(self) -> None:
+        """Refuse new work when the disk is nearly full; what was accepted is not touched."""
+        free = self.free_bytes()
+        if free < self._min_free_bytes:
+            raise NotReadyError(
+                f"the disk under {self.root} has {free // 2**20} MB left (limit {self._min_free_bytes // 2**20} MB); "
+                "no new work is taken until there is room: delete checkpoints or make space",
+                retry_after_s=30,
+            )
+
+    def free_bytes(self) -> int:
+        return shutil.disk_usage(self.root).free
+
+    def relative(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+    def resolve(self, name: str) -> Path:
+        """A file by its relative name; never one outside the data directory."""
+        path = (self.root / name).resolve()
+        if not path.is_relative_to(self.root.resolve()) or not path.is_file():
+            raise InvalidInputError(f"{name!r} is not a file here", field="name")
+        return path
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """The files of a directory under a second name: hard links, copies where the file system has none."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in source.iterdir():
+        place = target / path.name
+        if path.is_file() and not place.exists():
+            try:
+                os.link(path, place)
+            except OSError:
+                shutil.copy2(path, place)
+
+
+def remove_tree(path: Path) -> None:
+    """Delete a directory; one that is gone already is fine."""
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _segment(identifier: str) -> str:
+    return _SAFE.sub("_", identifier)

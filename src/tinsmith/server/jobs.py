@@ -1,0 +1,257 @@
+"""The life of a request in the server: journalled before it is answered, run, its result kept before it is told.
+
+Owns: idempotence by number, the promise, the result and what is written with it. How jobs reach the backend is in
+`runs` (training, in order) and `samples`.
+Does not know: HTTP, what a request asks for; `finishers` say what a finished job means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from tinsmith.engine.base import Done, JobCancelledError, JobFailedError, encode_job
+from tinsmith.errors import ConstraintError, InvalidInputError, StoreError
+from tinsmith.server.promises import Broker, Outcome, Promise
+from tinsmith.server.usage import usage_statements
+from tinsmith.server.work import Draft, Finished, Finisher, Work, digest_of, error_outcome
+from tinsmith.store.base import Statement, Store, statement
+from tinsmith.store.rows import JobRow, ResultRow
+
+logger = logging.getLogger(__name__)
+
+STORE_RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+"""Pauses while a result cannot be written; the last one repeats. The result is in memory meanwhile."""
+
+Enqueue = Callable[[Work], None]
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(16)
+
+
+class Jobs:
+    """Accepts requests and brings their results home."""
+
+    def __init__(
+        self,
+        store: Store,
+        broker: Broker,
+        finishers: Mapping[str, Finisher],
+        *,
+        clock: Callable[[], float] = time.time,
+        new_id: Callable[[], str] = new_request_id,
+    ) -> None:
+        self._store = store
+        self._broker = broker
+        self._finishers = finishers
+        self._clock = clock
+        self._new_id = new_id
+        self._accepting: dict[tuple[str, int], asyncio.Future[JobRow]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.queued_by_org: dict[str, int] = {}
+        """How many requests of each organisation have no result yet."""
+        self._store_is_down = False
+
+    async def accept(self, draft: Draft, enqueue: Enqueue) -> str:
+        """Journal a request and queue it; returns its id. The same number again gives the same id."""
+        number = (draft.lane, draft.seq)
+        accepting = self._accepting.get(number)
+        if accepting is not None:
+            return _same(await asyncio.shield(accepting), draft)
+        promised: asyncio.Future[JobRow] = asyncio.get_running_loop().create_future()
+        promised.add_done_callback(_seen)
+        self._accepting[number] = promised
+        try:
+            row = await self._journal(draft, enqueue)
+        except BaseException as error:
+            promised.set_exception(error if isinstance(error, Exception) else StoreError("the request was cut off"))
+            raise
+        else:
+            promised.set_result(row)
+        finally:
+            del self._accepting[number]
+        return _same(row, draft)
+
+    async def settle_at_once(self, draft: Draft, result: Any) -> str:
+        """Journal a request whose result is known already."""
+        request_id = self._new_id()
+        row = self._row(draft, request_id, state="done")
+        body = msgspec.json.encode(result)
+        now = self._clock()
+        kept = ResultRow(
+            request_id=request_id, body=body, encoding="json", digest=digest_of(body), started_at=now, finished_at=now
+        )
+        try:
+            await self._store.write(statement("insert_job", row), statement("insert_result", kept), *draft.statements)
+        except ConstraintError:
+            return _same(await self._existing(draft), draft)
+        self._broker.open(_promise(row, None))
+        self._broker.settle(request_id, Outcome(body, "json"))
+        return request_id
+
+    async def refuse(self, draft: Draft, reason: str) -> None:
+        """Close a number: nothing will run under it, and those behind it need not wait."""
+        row = JobRow(
+            request_id=self._new_id(),
+            lane=draft.lane,
+            seq=draft.seq,
+            kind=draft.kind,
+            session_id=draft.session_id,
+            org_id=draft.org_id,
+            user_id=draft.user_id,
+            digest=draft.digest,
+            job=b"",
+            context=msgspec.json.encode({"reason": reason}).decode(),
+            state="refused",
+            created_at=self._clock(),
+        )
+        await self._store.write(statement("insert_job_if_absent", row))
+
+    def reopen(self, work: Work) -> None:
+        """A request from before a restart has a promise again."""
+        self._count(work.row.org_id, 1)
+        self._broker.open(_promise(work.row, work.feed))
+
+    def finish(self, work: Work, result: Done | BaseException) -> None:
+        """A job has ended: keep its result, then tell those who wait."""
+        task = asyncio.get_running_loop().create_task(self._finish(work, result))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def drain(self) -> None:
+        """Wait until all results that are on their way are kept."""
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _journal(self, draft: Draft, enqueue: Enqueue) -> JobRow:
+        row = self._row(draft, self._new_id(), state="queued")
+        try:
+            await self._store.write(statement("insert_job", row), *draft.statements)
+        except ConstraintError:
+            return await self._existing(draft)
+        work = Work(
+            row=row,
+            job=draft.make_job(row.request_id),
+            context=dict(draft.context),
+            on_tokens=draft.on_tokens,
+        )
+        self.reopen(work)
+        enqueue(work)
+        return row
+
+    def _row(self, draft: Draft, request_id: str, state: str) -> JobRow:
+        return JobRow(
+            request_id=request_id,
+            lane=draft.lane,
+            seq=draft.seq,
+            kind=draft.kind,
+            session_id=draft.session_id,
+            org_id=draft.org_id,
+            user_id=draft.user_id,
+            digest=draft.digest,
+            job=encode_job(draft.make_job(request_id)),
+            context=msgspec.json.encode(draft.context).decode(),
+            state=state,
+            created_at=self._clock(),
+        )
+
+    async def _existing(self, draft: Draft) -> JobRow:
+        rows = await self._store.read(JobRow, "job_by_number", lane=draft.lane, seq=draft.seq)
+        if not rows:
+            raise StoreError(f"request {draft.seq} of {draft.lane} was neither written nor found")
+        return rows[0]
+
+    async def _finish(self, work: Work, result: Done | BaseException) -> None:
+        finished, state, usage = self._meaning(work, result)
+        body = finished.outcome.body
+        kept = ResultRow(
+            request_id=work.row.request_id,
+            body=body,
+            encoding=finished.outcome.encoding,
+            digest=digest_of(result.body) if isinstance(result, Done) else digest_of(body),
+            started_at=work.started_at or work.row.created_at,
+            finished_at=self._clock(),
+        )
+        await self._write_for_sure(
+            statement("insert_result", kept),
+            statement("set_job_state", request_id=work.row.request_id, state=state),
+            *finished.statements,
+            *usage,
+        )
+        self._count(work.row.org_id, -1)
+        self._broker.settle(work.row.request_id, finished.outcome)
+        if finished.after is not None:
+            finished.after()
+
+    def _meaning(self, work: Work, result: Done | BaseException) -> tuple[Finished, str, list[Statement]]:
+        if isinstance(result, Done):
+            try:
+                usage = usage_statements(work, result, self._clock())
+                return self._finishers[work.row.kind](work, result), "done", usage
+            except Exception as error:
+                logger.exception("a finished job cannot be told", extra={"event": "finish", "job_id": work.job.job_id})
+                result = error
+        if isinstance(result, JobCancelledError):
+            return Finished(error_outcome("cancelled", "user")), "cancelled", []
+        if isinstance(result, JobFailedError):
+            return Finished(error_outcome(str(result), result.category)), "failed", []
+        logger.error("job %s (%s) failed: %r", work.job.job_id, work.row.kind, result)
+        text = f"the server failed on this request: {type(result).__name__}: {result}"
+        return Finished(error_outcome(text, "server")), "failed", []
+
+    async def _write_for_sure(self, *statements: Statement) -> None:
+        """Write a result however long it takes: it was computed and must not be lost while the disk is full."""
+        for attempt in range(10**9):
+            try:
+                await self._store.write(*statements)
+            except StoreError as error:
+                if not self._store_is_down:
+                    logger.error("a result cannot be written, trying again until it can: %s", error)
+                self._store_is_down = True
+                await asyncio.sleep(STORE_RETRY_S[min(attempt, len(STORE_RETRY_S) - 1)])
+            else:
+                if self._store_is_down:
+                    logger.info("results can be written again")
+                self._store_is_down = False
+                return
+
+    def _count(self, org_id: str, change: int) -> None:
+        self.queued_by_org[org_id] = self.queued_by_org.get(org_id, 0) + change
+
+
+def _same(row: JobRow, draft: Draft) -> str:
+    """The id of a request that has the draft's number; another body under it is an error of the client."""
+    where = f"request number {draft.seq} of {draft.lane}"
+    if row.digest != draft.digest or row.kind != draft.kind:
+        raise InvalidInputError(
+            f"{where} was used before, for another {row.kind}; every request needs a number of its own", field="seq_id"
+        )
+    if row.state == "refused":
+        reason = msgspec.json.decode(row.context).get("reason", "")
+        raise InvalidInputError(f"{where} was refused before: {reason}", field="seq_id")
+    return row.request_id
+
+
+def _promise(row: JobRow, feed: tuple[str, int] | None) -> Promise:
+    return Promise(
+        request_id=row.request_id,
+        kind=row.kind,
+        lane=row.lane,
+        org_id=row.org_id,
+        user_id=row.user_id,
+        created_at=row.created_at,
+        feed=feed,
+    )
+
+
+def _seen(future: asyncio.Future[JobRow]) -> None:
+    """Marks an exception as looked at: often nobody else waits for it."""
+    if not future.cancelled():
+        future.exception()

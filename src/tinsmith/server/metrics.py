@@ -1,0 +1,46 @@
+"""Figures for Prometheus, in a registry of their own so that several servers fit in one process."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
+
+
+class Metrics:
+    """What the server counts."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._requests = Counter(
+            "tinsmith_requests_total", "Requests by route and status", ["route", "status"], registry=self.registry
+        )
+        self._seconds = Histogram(
+            "tinsmith_request_seconds", "Time to answer", ["route"], buckets=BUCKETS, registry=self.registry
+        )
+        self.jobs = Counter(
+            "tinsmith_jobs_total", "Finished jobs by kind and state", ["kind", "state"], registry=self.registry
+        )
+        self.pending = Gauge("tinsmith_pending_jobs", "Accepted jobs without a result", registry=self.registry)
+        self.sessions = Gauge("tinsmith_active_sessions", "Sessions with heartbeats", registry=self.registry)
+        self.models = Gauge("tinsmith_live_models", "Models in use", registry=self.registry)
+        self.faults = Gauge("tinsmith_marked_runs", "Runs whose replay gave other results", registry=self.registry)
+        self.disk_free = Gauge("tinsmith_disk_free_bytes", "Free room in the data directory", registry=self.registry)
+        self.ready = Gauge("tinsmith_ready", "1 while the engine takes work", registry=self.registry)
+        self._children: dict[tuple[str, int], Counter] = {}
+        self._timers: dict[str, Histogram] = {}
+
+    def request(self, route: str, status: int, seconds: float) -> None:
+        """One answer."""
+        counter = self._children.get((route, status))
+        if counter is None:
+            counter = self._children[route, status] = self._requests.labels(route, str(status))
+        counter.inc()
+        timer = self._timers.get(route)
+        if timer is None:
+            timer = self._timers[route] = self._seconds.labels(route)
+        timer.observe(seconds)
+
+    def text(self) -> bytes:
+        """The exposition."""
+        return generate_latest(self.registry)

@@ -1,0 +1,1 @@
+"""What each endpoint does, one file per subject; `HANDLERS` of each are gathered in `server.app`."""

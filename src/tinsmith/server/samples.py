@@ -1,0 +1,60 @@
+"""Samples on their way to the backend: in any order, and again if the backend lost them.
+
+Does not know: HTTP, how results are kept (`jobs`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from tinsmith.engine.base import Backend, BackendLostError, Done, Position
+from tinsmith.server.jobs import Jobs
+from tinsmith.server.work import Work
+
+RETRY_S = 0.2
+
+
+class Samples:
+    """All samples under way."""
+
+    def __init__(self, backend: Backend, jobs: Jobs, *, clock: Callable[[], float] = time.time) -> None:
+        self._backend = backend
+        self._jobs = jobs
+        self._clock = clock
+        self._under_way: dict[str, Work] = {}
+
+    def put(self, work: Work) -> None:
+        """Hand a sample to the backend."""
+        self._under_way[work.row.request_id] = work
+        self._submit(work)
+
+    def cancel(self, request_id: str) -> bool:
+        """Drop a sample; its slot is free at once."""
+        self._backend.cancel(request_id)
+        return request_id in self._under_way
+
+    def position(self, request_id: str) -> Position:
+        return self._backend.position(request_id)
+
+    def of_lane(self, lane: str) -> list[str]:
+        """The ids of samples of a sampling session that have no result yet."""
+        return [request_id for request_id, work in self._under_way.items() if work.row.lane == lane]
+
+    def _submit(self, work: Work) -> None:
+        work.started_at = work.started_at or self._clock()
+        future = self._backend.submit(work.job, work.on_tokens)
+        future.add_done_callback(lambda done: self._done(work, done))
+
+    def _done(self, work: Work, future: asyncio.Future[Done]) -> None:
+        error = asyncio.CancelledError() if future.cancelled() else future.exception()
+        if isinstance(error, (BackendLostError, asyncio.CancelledError)):
+            asyncio.get_running_loop().call_later(RETRY_S, self._again, work)
+            return
+        self._under_way.pop(work.row.request_id, None)
+        self._jobs.finish(work, error if error is not None else future.result())
+
+    def _again(self, work: Work) -> None:
+        if work.row.request_id in self._under_way:
+            self._submit(work)

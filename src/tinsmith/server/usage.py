@@ -1,0 +1,58 @@
+"""What work costs, as rows that add up by the hour."""
+
+from __future__ import annotations
+
+from tinsmith.engine.base import Done
+from tinsmith.server.work import Work
+from tinsmith.store.base import Statement, statement
+from tinsmith.store.rows import UsageRow
+
+HOUR_S = 3600
+
+
+def usage_statements(work: Work, done: Done, now: float) -> list[Statement]:
+    """The tokens of a finished job, by kind."""
+    amounts = {
+        "training": done.usage.training,
+        "prefill": done.usage.prefill,
+        "prefill_cached": done.usage.prefill_cached,
+        "sampled": done.usage.sampled,
+    }
+    return [
+        add_usage(
+            now=now,
+            org_id=work.row.org_id,
+            user_id=work.row.user_id,
+            project_id=work.context.get("project_id"),
+            session_id=work.row.session_id,
+            base_model=work.job.base_model,
+            kind=kind,
+            amount=amount,
+        )
+        for kind, amount in amounts.items()
+        if amount
+    ]
+
+
+def add_usage(
+    *,
+    now: float,
+    org_id: str,
+    user_id: str,
+    project_id: str | None,
+    session_id: str,
+    base_model: str,
+    kind: str,
+    amount: int,
+) -> Statement:
+    row = UsageRow(
+        hour=int(now // HOUR_S),
+        org_id=org_id,
+        user_id=user_id,
+        project_id=project_id or "",
+        session_id=session_id,
+        base_model=base_model,
+        kind=kind,
+        amount=amount,
+    )
+    return statement("add_usage", row)
