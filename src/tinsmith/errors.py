@@ -9,6 +9,10 @@ TinkerError                         root of everything tinsmith raises on purpos
 │   └── LimitExceededError          ... or are larger than the limit in force
 ├── RequestFailedError              the server accepted an operation and it failed
 ├── RunRecoveredError               a lost run goes on from its last checkpoint
+├── StoreError                      the server's database cannot do what it was asked
+│   ├── ConstraintError                   the row is there already
+│   ├── StorageFullError                  no room on the disk
+│   └── StoreUnavailableError             locked by another process, or not reachable
 └── APIError                        a call did not succeed
     ├── APIResponseValidationError  a 2xx answer that does not have the promised shape
     ├── APIConnectionError          no answer
@@ -164,6 +168,31 @@ class RunRecoveredError(TinkerError):
     """A run was lost and made again from its last checkpoint: go back to that step and go on."""
 
     code = "run_recovered"
+
+
+class StoreError(TinkerError):
+    """The server's database cannot do what it was asked; the message says which database, why, and what to do."""
+
+    code = "store_error"
+
+
+class ConstraintError(StoreError):
+    """A row with the same key is there already; nothing of this write was stored."""
+
+    code = "store_constraint"
+
+
+class StorageFullError(StoreError):
+    """No room for the database: free some on its disk. What was acknowledged before is safe."""
+
+    code = "storage_full"
+
+
+class StoreUnavailableError(StoreError):
+    """The database is locked by another process or not reachable; the same call may succeed later."""
+
+    code = "store_unavailable"
+    retryable = True
 
 
 class APIError(TinkerError):

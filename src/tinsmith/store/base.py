@@ -33,7 +33,7 @@ class Statement(msgspec.Struct, frozen=True):
     parameters: dict[str, Value]
 
 
-def statement(name: str, row: Row | None = None, **parameters: Value) -> Statement:
+def statement(name: str, row: Row | None = None, /, **parameters: Value) -> Statement:
     """A statement with the fields of a row, further parameters, or both."""
     return Statement(name, {**(row.parameters() if row is not None else {}), **parameters})
 
@@ -48,9 +48,16 @@ class Store(Protocol):
         """Finish what was queued, then let go of the database."""
 
     async def write(self, *statements: Statement) -> int:
-        """Run statements in one transaction; returns how many rows they touched. Durable on return."""
+        """Run statements in one transaction; returns how many rows they touched. Durable on return.
 
-    async def read(self, row_type: type[RowT], name: str, **parameters: Value) -> list[RowT]:
+        Writes run in the order in which they were begun. A write that fails leaves nothing behind and harms no other. A
+        caller that is cancelled while it waits does not undo its write.
+        """
+
+    async def write_returning(self, row_type: type[RowT], name: str, /, **parameters: Value) -> list[RowT]:
+        """Run one statement that ends with RETURNING, as `write` does; gives the rows that it touched."""
+
+    async def read(self, row_type: type[RowT], name: str, /, **parameters: Value) -> list[RowT]:
         """The rows that a named query gives, as values of `row_type`."""
 
     async def size_bytes(self) -> int:

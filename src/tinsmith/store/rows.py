@@ -196,3 +196,63 @@ class TelemetryRow(Row, frozen=True, kw_only=True):
     org_id: str
     session_id: str
     body: str
+
+
+class JobHeadRow(Row, frozen=True, kw_only=True):
+    """A job without its payload."""
+
+    request_id: str
+    lane: str
+    seq: int
+    kind: str
+    session_id: str
+    org_id: str
+    user_id: str
+    digest: str
+    state: str
+    created_at: float
+    size_bytes: int
+
+
+class ResultHeadRow(Row, frozen=True, kw_only=True):
+    """A result without its body."""
+
+    request_id: str
+    encoding: str
+    digest: str
+    started_at: float
+    finished_at: float
+    size_bytes: int
+
+
+class StorageRow(Row, frozen=True, kw_only=True):
+    """What the checkpoints of a user in a project take."""
+
+    project_id: str | None = None
+    user_id: str = ""
+    count: int
+    size_bytes: int
+
+
+class CountRow(Row, frozen=True, kw_only=True):
+    """The answer of the count_ queries."""
+
+    count: int
+
+
+class SizeRow(Row, frozen=True, kw_only=True):
+    """The answer of the queries about bytes."""
+
+    size_bytes: int
+
+
+class SeqRow(Row, frozen=True, kw_only=True):
+    """The answer of highest_seq_of_lane; -1 for a lane without jobs."""
+
+    seq: int
+
+
+class KeyIdRow(Row, frozen=True, kw_only=True):
+    """The answer of next_key_id."""
+
+    key_id: int

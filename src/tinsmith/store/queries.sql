@@ -1,0 +1,413 @@
+-- Every statement that the server runs, by name. One text serves SQLite and PostgreSQL: parameters are written :name,
+-- sums are cast to BIGINT (PostgreSQL widens them otherwise), and only what both engines have is used.
+-- Lists are newest first, with the key as the second order, so that pages do not overlap.
+
+-- Organisations, users, projects ---------------------------------------------------------------------------------
+
+-- name: insert_org
+INSERT INTO orgs (org_id, name, created_at) VALUES (:org_id, :name, :created_at) ON CONFLICT (org_id) DO NOTHING;
+
+-- name: org
+SELECT * FROM orgs WHERE org_id = :org_id;
+
+-- name: orgs
+SELECT * FROM orgs ORDER BY created_at, org_id;
+
+-- name: insert_user
+INSERT INTO users (user_id, org_id, name, email, created_at) VALUES (:user_id, :org_id, :name, :email, :created_at)
+ON CONFLICT (user_id) DO NOTHING;
+
+-- name: user
+SELECT * FROM users WHERE user_id = :user_id;
+
+-- name: users_of_org
+SELECT * FROM users WHERE org_id = :org_id ORDER BY created_at, user_id;
+
+-- name: insert_project
+INSERT INTO projects (project_id, org_id, name, created_at) VALUES (:project_id, :org_id, :name, :created_at)
+ON CONFLICT (project_id) DO NOTHING;
+
+-- name: project
+SELECT * FROM projects WHERE project_id = :project_id;
+
+-- name: projects_of_org
+SELECT * FROM projects WHERE org_id = :org_id ORDER BY created_at, project_id;
+
+-- Keys -----------------------------------------------------------------------------------------------------------
+
+-- name: insert_key
+INSERT INTO keys (key_id, digest, hint, org_id, user_id, project_id, name, note, scopes, created_at, expires_at,
+    revoked_at, requests_per_minute, tokens_per_day)
+VALUES (:key_id, :digest, :hint, :org_id, :user_id, :project_id, :name, :note, :scopes, :created_at, :expires_at,
+    :revoked_at, :requests_per_minute, :tokens_per_day);
+
+-- A free number; another process may take it first, and then insert_key fails with ConstraintError.
+-- name: next_key_id
+SELECT COALESCE(MAX(key_id), 0) + 1 AS key_id FROM keys;
+
+-- name: key_by_digest
+SELECT * FROM keys WHERE digest = :digest;
+
+-- name: key
+SELECT * FROM keys WHERE key_id = :key_id;
+
+-- name: keys_of_org
+SELECT * FROM keys WHERE org_id = :org_id ORDER BY key_id;
+
+-- name: keys
+SELECT * FROM keys ORDER BY key_id;
+
+-- name: revoke_key
+UPDATE keys SET revoked_at = :revoked_at WHERE key_id = :key_id AND revoked_at IS NULL;
+
+-- name: delete_key
+DELETE FROM keys WHERE key_id = :key_id;
+
+-- Sessions -------------------------------------------------------------------------------------------------------
+
+-- name: insert_session
+INSERT INTO sessions (session_id, org_id, user_id, project_id, display_name, tags, user_metadata, sdk_version,
+    created_at, heartbeat_at, status, status_detail, detail, ended_at)
+VALUES (:session_id, :org_id, :user_id, :project_id, :display_name, :tags, :user_metadata, :sdk_version,
+    :created_at, :heartbeat_at, :status, :status_detail, :detail, :ended_at);
+
+-- name: session
+SELECT * FROM sessions WHERE session_id = :session_id;
+
+-- One statement per session; many go into one write.
+-- name: set_session_heartbeat
+UPDATE sessions SET heartbeat_at = :heartbeat_at WHERE session_id = :session_id AND heartbeat_at < :heartbeat_at;
+
+-- name: set_session_status
+UPDATE sessions SET status = :status, status_detail = :status_detail, detail = :detail, ended_at = :ended_at
+WHERE session_id = :session_id;
+
+-- name: set_session_project
+UPDATE sessions SET project_id = :project_id WHERE session_id = :session_id;
+
+-- name: sessions_active
+SELECT * FROM sessions WHERE status = 'active' ORDER BY heartbeat_at, session_id;
+
+-- name: sessions_silent
+SELECT * FROM sessions WHERE status = 'active' AND heartbeat_at < :before ORDER BY heartbeat_at, session_id;
+
+-- name: count_sessions_active_of_org
+SELECT COUNT(*) AS count FROM sessions WHERE org_id = :org_id AND status = 'active';
+
+-- name: sessions_of_org
+SELECT * FROM sessions WHERE org_id = :org_id ORDER BY created_at DESC, session_id DESC LIMIT :limit OFFSET :offset;
+
+-- name: count_sessions_of_org
+SELECT COUNT(*) AS count FROM sessions WHERE org_id = :org_id;
+
+-- name: sessions_of_user
+SELECT * FROM sessions WHERE user_id = :user_id ORDER BY created_at DESC, session_id DESC LIMIT :limit OFFSET :offset;
+
+-- name: count_sessions_of_user
+SELECT COUNT(*) AS count FROM sessions WHERE user_id = :user_id;
+
+-- Models ---------------------------------------------------------------------------------------------------------
+
+-- name: insert_model
+INSERT INTO models (model_id, session_id, org_id, user_id, project_id, base_model, lora, optimizer, user_metadata,
+    created_at, used_at, state, fault, snapshot_directory, snapshot_seq)
+VALUES (:model_id, :session_id, :org_id, :user_id, :project_id, :base_model, :lora, :optimizer, :user_metadata,
+    :created_at, :used_at, :state, :fault, :snapshot_directory, :snapshot_seq);
+
+-- name: model
+SELECT * FROM models WHERE model_id = :model_id;
+
+-- name: models_of_session
+SELECT * FROM models WHERE session_id = :session_id ORDER BY created_at, model_id;
+
+-- name: models_live
+SELECT * FROM models WHERE state = 'live' ORDER BY used_at, model_id;
+
+-- name: set_model_used
+UPDATE models SET used_at = :used_at WHERE model_id = :model_id AND used_at < :used_at;
+
+-- name: set_model_state
+UPDATE models SET state = :state WHERE model_id = :model_id;
+
+-- The first fault is kept: what follows from it says less.
+-- name: set_model_fault
+UPDATE models SET fault = :fault WHERE model_id = :model_id AND fault IS NULL;
+
+-- name: set_model_snapshot
+UPDATE models SET snapshot_directory = :snapshot_directory, snapshot_seq = :snapshot_seq
+WHERE model_id = :model_id AND snapshot_seq < :snapshot_seq;
+
+-- name: set_models_project
+UPDATE models SET project_id = :project_id WHERE session_id = :session_id;
+
+-- name: unload_models_of_session
+UPDATE models SET state = 'unloaded' WHERE session_id = :session_id AND state = 'live';
+
+-- name: models_of_org
+SELECT * FROM models WHERE org_id = :org_id ORDER BY created_at DESC, model_id DESC LIMIT :limit OFFSET :offset;
+
+-- name: count_models_of_org
+SELECT COUNT(*) AS count FROM models WHERE org_id = :org_id;
+
+-- name: count_models_live_of_org
+SELECT COUNT(*) AS count FROM models WHERE org_id = :org_id AND state = 'live';
+
+-- name: models_of_user
+SELECT * FROM models WHERE user_id = :user_id ORDER BY created_at DESC, model_id DESC LIMIT :limit OFFSET :offset;
+
+-- name: count_models_of_user
+SELECT COUNT(*) AS count FROM models WHERE user_id = :user_id;
+
+-- name: models_of_project
+SELECT * FROM models WHERE project_id = :project_id ORDER BY created_at DESC, model_id DESC
+LIMIT :limit OFFSET :offset;
+
+-- name: count_models_of_project
+SELECT COUNT(*) AS count FROM models WHERE project_id = :project_id;
+
+-- Samplers -------------------------------------------------------------------------------------------------------
+
+-- name: insert_sampler
+INSERT INTO samplers (sampler_id, session_id, org_id, user_id, base_model, model_path, directory, adapter_key, clones,
+    created_at)
+VALUES (:sampler_id, :session_id, :org_id, :user_id, :base_model, :model_path, :directory, :adapter_key, :clones,
+    :created_at);
+
+-- name: sampler
+SELECT * FROM samplers WHERE sampler_id = :sampler_id;
+
+-- name: samplers_of_session
+SELECT * FROM samplers WHERE session_id = :session_id ORDER BY created_at, sampler_id;
+
+-- For write_returning: the sampler with its new number of clones.
+-- name: add_sampler_clone
+UPDATE samplers SET clones = clones + 1 WHERE sampler_id = :sampler_id RETURNING *;
+
+-- Jobs -----------------------------------------------------------------------------------------------------------
+
+-- Fails with ConstraintError where the number is taken. A refused request takes its number with state 'refused'.
+-- name: insert_job
+INSERT INTO jobs (request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, job)
+VALUES (:request_id, :lane, :seq, :kind, :session_id, :org_id, :user_id, :digest, :state, :created_at, :job);
+
+-- As insert_job, but touches no row where the number is taken.
+-- name: insert_job_if_absent
+INSERT INTO jobs (request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, job)
+VALUES (:request_id, :lane, :seq, :kind, :session_id, :org_id, :user_id, :digest, :state, :created_at, :job)
+ON CONFLICT (lane, seq) DO NOTHING;
+
+-- name: job
+SELECT * FROM jobs WHERE request_id = :request_id;
+
+-- name: job_by_number
+SELECT * FROM jobs WHERE lane = :lane AND seq = :seq;
+
+-- Without the payload, for JobHeadRow.
+-- name: job_head
+SELECT request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, length(job) AS size_bytes
+FROM jobs WHERE request_id = :request_id;
+
+-- name: job_head_by_number
+SELECT request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, length(job) AS size_bytes
+FROM jobs WHERE lane = :lane AND seq = :seq;
+
+-- name: job_heads_of_session
+SELECT request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, length(job) AS size_bytes
+FROM jobs WHERE session_id = :session_id ORDER BY created_at, lane, seq;
+
+-- What a restarted server goes on with.
+-- name: jobs_queued
+SELECT * FROM jobs WHERE state = 'queued' ORDER BY lane, seq;
+
+-- name: job_heads_queued
+SELECT request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, length(job) AS size_bytes
+FROM jobs WHERE state = 'queued' ORDER BY created_at, lane, seq;
+
+-- The journal: page on with the last seq.
+-- name: jobs_of_lane_after
+SELECT * FROM jobs WHERE lane = :lane AND seq > :seq ORDER BY seq LIMIT :limit;
+
+-- name: highest_seq_of_lane
+SELECT COALESCE(MAX(seq), -1) AS seq FROM jobs WHERE lane = :lane;
+
+-- name: count_jobs_queued_of_org
+SELECT COUNT(*) AS count FROM jobs WHERE org_id = :org_id AND state = 'queued';
+
+-- name: count_jobs_queued
+SELECT COUNT(*) AS count FROM jobs WHERE state = 'queued';
+
+-- Queued is the only state that can be left, so a second outcome of a job touches no row.
+-- name: set_job_state
+UPDATE jobs SET state = :state WHERE request_id = :request_id AND state = 'queued';
+
+-- Run before prune_jobs with the same parameters, in one write. Both keep what is queued and what a live model replays.
+-- name: prune_results
+DELETE FROM results WHERE request_id IN (
+    SELECT jobs.request_id FROM sessions JOIN jobs ON jobs.session_id = sessions.session_id
+    WHERE sessions.ended_at < :before AND jobs.state <> 'queued'
+    AND jobs.lane NOT IN (SELECT model_id FROM models WHERE state = 'live')
+    ORDER BY jobs.request_id LIMIT :limit);
+
+-- name: prune_jobs
+DELETE FROM jobs WHERE request_id IN (
+    SELECT jobs.request_id FROM sessions JOIN jobs ON jobs.session_id = sessions.session_id
+    WHERE sessions.ended_at < :before AND jobs.state <> 'queued'
+    AND jobs.lane NOT IN (SELECT model_id FROM models WHERE state = 'live')
+    ORDER BY jobs.request_id LIMIT :limit);
+
+-- Drops the payloads that a snapshot contains. Numbers, digests and results stay, so that repeated requests are known.
+-- name: prune_journal
+UPDATE jobs SET job = substr(job, 1, 0)
+WHERE lane = :lane AND seq <= :seq AND state <> 'queued' AND length(job) > 0;
+
+-- name: journal_bytes_of_lane
+SELECT CAST(COALESCE(SUM(length(job)), 0) AS BIGINT) AS size_bytes FROM jobs WHERE lane = :lane AND seq > :seq;
+
+-- Results --------------------------------------------------------------------------------------------------------
+
+-- The first result stays: it may have been delivered.
+-- name: insert_result
+INSERT INTO results (request_id, encoding, digest, started_at, finished_at, body)
+VALUES (:request_id, :encoding, :digest, :started_at, :finished_at, :body) ON CONFLICT (request_id) DO NOTHING;
+
+-- name: result
+SELECT * FROM results WHERE request_id = :request_id;
+
+-- Without the body, for ResultHeadRow.
+-- name: result_head
+SELECT request_id, encoding, digest, started_at, finished_at, length(body) AS size_bytes
+FROM results WHERE request_id = :request_id;
+
+-- name: result_heads_of_session
+SELECT results.request_id, results.encoding, results.digest, results.started_at, results.finished_at,
+    length(results.body) AS size_bytes
+FROM results JOIN jobs ON jobs.request_id = results.request_id
+WHERE jobs.session_id = :session_id ORDER BY results.finished_at, results.request_id;
+
+-- name: result_bytes
+SELECT CAST(COALESCE(SUM(length(body)), 0) AS BIGINT) AS size_bytes FROM results;
+
+-- Checkpoints ----------------------------------------------------------------------------------------------------
+
+-- Saving under a taken name replaces it. It stays public only if the new row says so.
+-- name: put_checkpoint
+INSERT INTO checkpoints (path, model_id, kind, name, session_id, org_id, user_id, project_id, base_model, lora,
+    optimizer, directory, size_bytes, digest, public, user_metadata, created_at, expires_at)
+VALUES (:path, :model_id, :kind, :name, :session_id, :org_id, :user_id, :project_id, :base_model, :lora,
+    :optimizer, :directory, :size_bytes, :digest, :public, :user_metadata, :created_at, :expires_at)
+ON CONFLICT (path) DO UPDATE SET
+    model_id = excluded.model_id, kind = excluded.kind, name = excluded.name, session_id = excluded.session_id,
+    org_id = excluded.org_id, user_id = excluded.user_id, project_id = excluded.project_id,
+    base_model = excluded.base_model, lora = excluded.lora, optimizer = excluded.optimizer,
+    directory = excluded.directory, size_bytes = excluded.size_bytes, digest = excluded.digest,
+    public = excluded.public, user_metadata = excluded.user_metadata, created_at = excluded.created_at,
+    expires_at = excluded.expires_at;
+
+-- name: checkpoint
+SELECT * FROM checkpoints WHERE path = :path;
+
+-- name: checkpoints_of_model
+SELECT * FROM checkpoints WHERE model_id = :model_id ORDER BY created_at, path;
+
+-- name: checkpoints_of_session
+SELECT * FROM checkpoints WHERE session_id = :session_id ORDER BY created_at, path;
+
+-- name: checkpoints_of_org
+SELECT * FROM checkpoints WHERE org_id = :org_id ORDER BY created_at DESC, path DESC LIMIT :limit OFFSET :offset;
+
+-- name: count_checkpoints_of_org
+SELECT COUNT(*) AS count FROM checkpoints WHERE org_id = :org_id;
+
+-- name: checkpoints_of_user
+SELECT * FROM checkpoints WHERE user_id = :user_id ORDER BY created_at DESC, path DESC LIMIT :limit OFFSET :offset;
+
+-- name: count_checkpoints_of_user
+SELECT COUNT(*) AS count FROM checkpoints WHERE user_id = :user_id;
+
+-- name: checkpoints_public
+SELECT * FROM checkpoints WHERE public = 1 ORDER BY created_at DESC, path DESC LIMIT :limit OFFSET :offset;
+
+-- name: set_checkpoint_public
+UPDATE checkpoints SET public = :public WHERE path = :path;
+
+-- name: set_checkpoint_expires_at
+UPDATE checkpoints SET expires_at = :expires_at WHERE path = :path;
+
+-- name: set_checkpoints_project
+UPDATE checkpoints SET project_id = :project_id WHERE session_id = :session_id;
+
+-- name: delete_checkpoint
+DELETE FROM checkpoints WHERE path = :path;
+
+-- name: checkpoints_expired
+SELECT * FROM checkpoints WHERE expires_at < :before ORDER BY expires_at, path LIMIT :limit;
+
+-- name: checkpoint_bytes
+SELECT CAST(COALESCE(SUM(size_bytes), 0) AS BIGINT) AS size_bytes FROM checkpoints;
+
+-- name: storage_of_org
+SELECT project_id, user_id, COUNT(*) AS count, CAST(SUM(size_bytes) AS BIGINT) AS size_bytes
+FROM checkpoints WHERE org_id = :org_id GROUP BY project_id, user_id ORDER BY project_id IS NULL, project_id, user_id;
+
+-- name: storage_of_project
+SELECT project_id, user_id, COUNT(*) AS count, CAST(SUM(size_bytes) AS BIGINT) AS size_bytes
+FROM checkpoints WHERE org_id = :org_id AND project_id = :project_id GROUP BY project_id, user_id ORDER BY user_id;
+
+-- name: storage_of_session
+SELECT COUNT(*) AS count, CAST(COALESCE(SUM(size_bytes), 0) AS BIGINT) AS size_bytes
+FROM checkpoints WHERE session_id = :session_id;
+
+-- Custom losses --------------------------------------------------------------------------------------------------
+
+-- name: insert_custom_loss
+INSERT INTO custom_losses (loss_id, session_id, org_id, user_id, name, request, created_at)
+VALUES (:loss_id, :session_id, :org_id, :user_id, :name, :request, :created_at) ON CONFLICT (loss_id) DO NOTHING;
+
+-- name: custom_loss
+SELECT * FROM custom_losses WHERE loss_id = :loss_id;
+
+-- Usage ----------------------------------------------------------------------------------------------------------
+
+-- name: add_usage
+INSERT INTO usage (org_id, hour, user_id, project_id, session_id, base_model, kind, amount)
+VALUES (:org_id, :hour, :user_id, :project_id, :session_id, :base_model, :kind, :amount)
+ON CONFLICT (org_id, hour, user_id, project_id, session_id, base_model, kind)
+DO UPDATE SET amount = usage.amount + excluded.amount;
+
+-- From the first hour to before the last.
+-- name: usage_of_org
+SELECT * FROM usage WHERE org_id = :org_id AND hour >= :since_hour AND hour < :until_hour
+ORDER BY hour, user_id, project_id, session_id, base_model, kind;
+
+-- What one user spent from an hour on, for daily caps.
+-- name: tokens_of_user
+SELECT CAST(COALESCE(SUM(amount), 0) AS BIGINT) AS count FROM usage
+WHERE org_id = :org_id AND user_id = :user_id AND hour >= :since_hour
+AND kind IN ('training', 'prefill', 'prefill_cached', 'sampled');
+
+-- Audit ----------------------------------------------------------------------------------------------------------
+
+-- name: insert_audit
+INSERT INTO audit (at, org_id, user_id, event, group_name, details, model_id, tinker_path, purpose)
+VALUES (:at, :org_id, :user_id, :event, :group_name, :details, :model_id, :tinker_path, :purpose);
+
+-- A day is from its first second (since) to before the next day's (until).
+-- name: audit_of_org
+SELECT * FROM audit WHERE org_id = :org_id AND at >= :since AND at < :until ORDER BY at DESC, audit_id DESC
+LIMIT :limit;
+
+-- name: audit_of_group
+SELECT * FROM audit WHERE org_id = :org_id AND group_name = :group_name AND at >= :since AND at < :until
+ORDER BY at DESC, audit_id DESC LIMIT :limit;
+
+-- Telemetry ------------------------------------------------------------------------------------------------------
+
+-- name: insert_telemetry
+INSERT INTO telemetry (at, org_id, session_id, body) VALUES (:at, :org_id, :session_id, :body);
+
+-- name: telemetry_newest
+SELECT * FROM telemetry ORDER BY telemetry_id DESC LIMIT :limit;
+
+-- Keeps the newest `keep` rows.
+-- name: prune_telemetry
+DELETE FROM telemetry WHERE telemetry_id <= (SELECT MAX(telemetry_id) FROM telemetry) - :keep;

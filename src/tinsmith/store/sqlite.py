@@ -1,0 +1,226 @@
+"""State in one SQLite file: durable on return, with many writes per commit. See `threads` for how.
+
+WAL with `synchronous=FULL`: a commit is on the disk when it returns, and reads never wait for writes. Other processes
+(the command line) may use the file at the same time.
+
+Does not know: what the rows mean.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from tinsmith.errors import ConstraintError, StorageFullError, StoreError, StoreUnavailableError
+from tinsmith.store.base import RowT, Statement, Value
+from tinsmith.store.queries import Query, find, load_queries
+from tinsmith.store.schema import RECORD, Migration, load_migrations, pending
+from tinsmith.store.threads import Outbox, Queue, Reader, Task, Writer
+
+OLDEST_SQLITE = (3, 37, 0)
+"""The first with STRICT tables; RETURNING is older."""
+
+MEMORY = ":memory:"
+
+_QUERIES: Mapping[str, Query] = load_queries("?")
+
+
+class SqliteStore:
+    """A store in a file. `busy_timeout_s`: how long to wait for another process that holds the lock.
+
+    `max_bytes` bounds the file: beyond it writes fail as on a full disk, until rows have been deleted.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        busy_timeout_s: float = 5.0,
+        max_bytes: int | None = None,
+        readers: int = 2,
+        migrations: Sequence[Migration] | None = None,
+    ) -> None:
+        self.path = str(path)
+        self._busy_timeout_s = busy_timeout_s
+        self._max_bytes = max_bytes
+        self._reader_count = readers
+        self._migrations = load_migrations() if migrations is None else migrations
+        self._threads: list[Writer | Reader] = []
+        self._writer: Writer | None = None
+        self._reads: Queue = SimpleQueue()
+        self._process_id = -1
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def commits(self) -> int:
+        """How many transactions were committed since `open`."""
+        return self._writer.commits if self._writer is not None else 0
+
+    async def open(self) -> None:
+        if self._writer is not None:
+            raise StoreError(f"{self.path}: the store is open already")
+        writing, reading = await asyncio.to_thread(self._connect_all)
+        self._loop = asyncio.get_running_loop()
+        self._process_id = os.getpid()
+        outbox = Outbox(self._loop)
+        self._writer = Writer(writing, outbox, self._explain)
+        self._reads = SimpleQueue() if reading else self._writer.queue
+        self._threads = [self._writer, *(Reader(item, self._reads, outbox, self._explain) for item in reading)]
+        for thread in self._threads:
+            thread.start()
+
+    async def close(self) -> None:
+        if self._writer is None or self._process_id != os.getpid():
+            return
+        writer, self._writer = self._writer, None
+        writer.queue.put(None)
+        for _ in self._threads[1:]:
+            self._reads.put(None)
+        for thread in self._threads:
+            await asyncio.to_thread(thread.join)
+        self._threads = []
+
+    async def write(self, *statements: Statement) -> int:
+        if not statements:
+            return 0
+        queries = [find(_QUERIES, statement.name) for statement in statements]
+        bound = [
+            (query.sql, query.bind(statement.parameters)) for query, statement in zip(queries, statements, strict=True)
+        ]
+        size_bytes = sum(len(value) for _, values in bound for value in values if isinstance(value, bytes))
+        count: int = await self._submit(self._open_writer().queue, Task(bound, None, self._future(), size_bytes))
+        return count
+
+    async def write_returning(self, row_type: type[RowT], name: str, /, **parameters: Value) -> list[RowT]:
+        query = find(_QUERIES, name)
+        task = Task([(query.sql, query.bind(parameters))], row_type, self._future())
+        rows: list[RowT] = await self._submit(self._open_writer().queue, task)
+        return rows
+
+    async def read(self, row_type: type[RowT], name: str, /, **parameters: Value) -> list[RowT]:
+        query = find(_QUERIES, name)
+        self._open_writer()
+        task = Task([(query.sql, query.bind(parameters))], row_type, self._future(), is_read=True)
+        rows: list[RowT] = await self._submit(self._reads, task)
+        return rows
+
+    async def size_bytes(self) -> int:
+        self._open_writer()
+        return await asyncio.to_thread(self._file_bytes)
+
+    def _submit(self, queue: Queue, task: Task) -> asyncio.Future[Any]:
+        queue.put(task)
+        return task.future
+
+    def _future(self) -> asyncio.Future[Any]:
+        self._open_writer()
+        assert self._loop is not None
+        return self._loop.create_future()
+
+    def _open_writer(self) -> Writer:
+        if self._writer is None:
+            raise StoreError(f"{self.path}: the store is not open")
+        if self._process_id != os.getpid():
+            raise StoreError(
+                f"{self.path}: the store was opened in process {self._process_id}; a forked process must open its own"
+            )
+        return self._writer
+
+    def _file_bytes(self) -> int:
+        return sum(os.stat(file).st_size for file in (self.path, f"{self.path}-wal") if os.path.exists(file))
+
+    def _connect_all(self) -> tuple[sqlite3.Connection, list[sqlite3.Connection]]:
+        if sqlite3.sqlite_version_info < OLDEST_SQLITE:
+            needed = ".".join(map(str, OLDEST_SQLITE))
+            raise StoreError(
+                f"SQLite {needed} or newer is needed; this Python has {sqlite3.sqlite_version}. "
+                "Use a newer Python, or PostgreSQL."
+            )
+        connections: list[sqlite3.Connection] = []
+        try:
+            self._make_file()
+            connections.append(self._connect())
+            self._migrate(connections[0])
+            connections += [self._connect() for _ in range(self._reader_count)]
+        except BaseException as error:
+            for connection in connections:
+                connection.close()
+            if isinstance(error, sqlite3.Error):
+                raise self._explain(error) from error
+            raise
+        return connections[0], connections[1:]
+
+    def _make_file(self) -> None:
+        """The file is for its owner alone: it holds what tenants sent. SQLite gives its companions the same mode."""
+        if self.path == MEMORY:
+            return
+        try:
+            Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
+        except OSError as error:
+            raise StoreError(f"{self.path}: the database cannot be opened: {error.strerror}") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.path,
+            timeout=self._busy_timeout_s,
+            isolation_level=None,
+            check_same_thread=False,
+            cached_statements=len(_QUERIES) + 10,
+        )
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA wal_autocheckpoint = 4000")
+        connection.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
+        if self._max_bytes is not None:
+            (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()
+            connection.execute(f"PRAGMA max_page_count = {max(self._max_bytes // page_bytes, 1)}")
+        return connection
+
+    def _migrate(self, connection: sqlite3.Connection) -> None:
+        connection.execute("BEGIN IMMEDIATE")
+        connection.execute(f"{RECORD} STRICT")
+        applied = [number for (number,) in connection.execute("SELECT number FROM migrations")]
+        for migration in pending(applied, self._migrations, self.path):
+            for sql in migration.statements:
+                connection.execute(sql)
+            connection.execute("INSERT INTO migrations VALUES (?, ?)", (migration.number, migration.name))
+        connection.execute("COMMIT")
+
+    def _explain(self, error: sqlite3.Error) -> StoreError:
+        failure = explained(error, self.path)
+        failure.__cause__ = error
+        return failure
+
+
+def explained(error: sqlite3.Error, path: str) -> StoreError:
+    """What went wrong, where, and what to do, for an error of SQLite."""
+    extended: int = getattr(error, "sqlite_errorcode", None) or 0
+    code = extended & 0xFF
+    if code == sqlite3.SQLITE_CONSTRAINT:
+        return ConstraintError(str(error))
+    if code == sqlite3.SQLITE_FULL or extended == sqlite3.SQLITE_IOERR_SHMSIZE:
+        return StorageFullError(
+            f"{path}: no room for the database ({error}). Free some on its disk, or raise the limit of its size; "
+            "nothing that was acknowledged is lost."
+        )
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return StoreUnavailableError(
+            f"{path}: another process holds the lock of the database ({error}). Try again, or end that process."
+        )
+    return StoreError(f"{path}: {error}. {_ADVICE.get(code, 'The server cannot go on with this request.')}")
+
+
+_ADVICE = {
+    sqlite3.SQLITE_READONLY: "The file or its folder cannot be written: check owner, mode and how it is mounted.",
+    sqlite3.SQLITE_CANTOPEN: "Check that the folder exists and that this user may write to it.",
+    sqlite3.SQLITE_IOERR: "The disk or its file system failed: look at the system's log, then start again.",
+    sqlite3.SQLITE_CORRUPT: "The file is damaged: stop the server and put back a copy.",
+    sqlite3.SQLITE_NOTADB: "This file is not a SQLite database: name another path.",
+    sqlite3.SQLITE_PERM: "Check the owner and the mode of the file and its folder.",
+}
