@@ -13,6 +13,8 @@ TinkerError                         root of everything tinsmith raises on purpos
 │   ├── ConstraintError                   the row is there already
 │   ├── StorageFullError                  no room on the disk
 │   └── StoreUnavailableError             locked by another process, or not reachable
+├── NonFiniteError                  a loss or gradient is NaN or infinite; nothing was changed
+├── DamagedCheckpointError          a checkpoint's files are missing or not what was written
 └── APIError                        a call did not succeed
     ├── APIResponseValidationError  a 2xx answer that does not have the promised shape
     ├── APIConnectionError          no answer
@@ -193,6 +195,16 @@ class StoreUnavailableError(StoreError):
 
     code = "store_unavailable"
     retryable = True
+class NonFiniteError(TinkerError):
+    """A loss or gradient is NaN or infinite. Nothing was changed: look at the data, or lower the learning rate."""
+
+    code = "non_finite"
+
+
+class DamagedCheckpointError(TinkerError):
+    """A file of a checkpoint is missing or not what was written; the message names it. Use another checkpoint."""
+
+    code = "damaged_checkpoint"
 
 
 class APIError(TinkerError):
