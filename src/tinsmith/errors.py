@@ -195,6 +195,8 @@ class StoreUnavailableError(StoreError):
 
     code = "store_unavailable"
     retryable = True
+
+
 class NonFiniteError(TinkerError):
     """A loss or gradient is NaN or infinite. Nothing was changed: look at the data, or lower the learning rate."""
 

@@ -93,9 +93,10 @@ class ServerConfig:
             raise TinkerError(f"log_format must be text or json, got {self.log_format!r}")
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
-            if spec.name.endswith(("_s", "_bytes")) or spec.name.startswith("max_"):
-                if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0):
-                    raise TinkerError(f"{spec.name} must be a number above 0, got {value!r}")
+            is_amount = spec.name.endswith(("_s", "_bytes")) or spec.name.startswith("max_")
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if is_amount and value is not None and not (is_number and value > 0):
+                raise TinkerError(f"{spec.name} must be a number above 0, got {value!r}")
         if self.poll_s > 40:
             raise TinkerError(f"poll_s must be at most 40 (clients give up at 45 s), got {self.poll_s}")
 

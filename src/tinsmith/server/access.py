@@ -46,7 +46,7 @@ class Access:
     async def live_session(self, caller: Caller, session_id: str) -> SessionRow:
         """A session that takes work. One that missed its heartbeats comes back to life: its client is there again."""
         row = await self.session(caller, session_id)
-        if row.status == "expired":
+        if row.status == "expired" and not row.pruned:
             return await self._revive(row)
         if row.status != "active":
             raise GoneError(f"session {session_id} is over ({row.status}); create a new ServiceClient")

@@ -34,7 +34,7 @@ class Call:
     query: Any = None
     """The query as the route's type, where it has one."""
     message: Any = None
-    """The body as the route's type, where it has one; None for a protobuf body."""
+    """The body as the route's type; None where the route makes a promise: its handler decodes, to close the number."""
     body: bytes = b""
     """The body's bytes, decompressed."""
     is_protobuf: bool = False

@@ -22,7 +22,7 @@ def check_name(name: str, field: str = "path") -> str:
     """A checkpoint's name as it may be: one segment of a path."""
     if not NAME.fullmatch(name) or name.startswith("."):
         raise InvalidInputError(
-            f"{field}: {name!r} cannot name a checkpoint; use letters, digits, _ - . (at most 255, not beginning with .)",
+            f"{field}: {name!r} cannot name a checkpoint; use at most 255 letters, digits, _ - . and no . in front",
             field=field,
         )
     return name
@@ -49,9 +49,9 @@ class Files:
     def sampler(self, sampler_id: str) -> Path:
         return self.root / "samplers" / _segment(sampler_id)
 
-    def load(self, request_id: str) -> Path:
-        """A copy of what a load read, so that the journal can be replayed when the checkpoint is gone."""
-        return self.root / "loads" / request_id
+    def loads(self, model_id: str) -> Path:
+        """Second names for what a run loaded, so that its journal can be replayed when the checkpoint is gone."""
+        return self.root / "loads" / _segment(model_id)
 
     def trace(self, session_id: str) -> Path:
         return self.root / "traces" / f"{_segment(session_id)}.json"

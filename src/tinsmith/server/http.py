@@ -78,7 +78,7 @@ class Endpoint:
             is_protobuf = PROTOBUF in headers.get("content-type", "")
             if is_protobuf and "protobuf" not in route.body_encodings:
                 raise UnsupportedBodyError(f"{route.path} reads JSON, not protobuf")
-            if not is_protobuf and route.request is not None:
+            if not is_protobuf and route.request is not None and not route.is_future:
                 message = json_codec.decode(body or b"{}", route.request)
         return Call(
             route=route,

@@ -12,6 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -79,6 +80,17 @@ class Jobs:
             del self._accepting[number]
         return _same(row, draft)
 
+    async def known(self, lane: str, seq: int) -> JobRow | None:
+        """The request that has this number already, or is being journalled under it."""
+        accepting = self._accepting.get((lane, seq))
+        if accepting is not None:
+            return await asyncio.shield(accepting)
+        rows = await self._store.read(JobRow, "job_by_number", lane=lane, seq=seq)
+        return rows[0] if rows else None
+
+    def is_accepting(self, lane: str, seq: int) -> bool:
+        return (lane, seq) in self._accepting
+
     async def settle_at_once(self, draft: Draft, result: Any) -> str:
         """Journal a request whose result is known already."""
         request_id = self._new_id()
@@ -98,20 +110,7 @@ class Jobs:
 
     async def refuse(self, draft: Draft, reason: str) -> None:
         """Close a number: nothing will run under it, and those behind it need not wait."""
-        row = JobRow(
-            request_id=self._new_id(),
-            lane=draft.lane,
-            seq=draft.seq,
-            kind=draft.kind,
-            session_id=draft.session_id,
-            org_id=draft.org_id,
-            user_id=draft.user_id,
-            digest=draft.digest,
-            job=b"",
-            context=msgspec.json.encode({"reason": reason}).decode(),
-            state="refused",
-            created_at=self._clock(),
-        )
+        row = self._row(replace(draft, make_job=None, context={"reason": reason}), self._new_id(), state="refused")
         await self._store.write(statement("insert_job_if_absent", row))
 
     def reopen(self, work: Work) -> None:
@@ -136,6 +135,7 @@ class Jobs:
             await self._store.write(statement("insert_job", row), *draft.statements)
         except ConstraintError:
             return await self._existing(draft)
+        assert draft.make_job is not None
         work = Work(
             row=row,
             job=draft.make_job(row.request_id),
@@ -156,7 +156,7 @@ class Jobs:
             org_id=draft.org_id,
             user_id=draft.user_id,
             digest=draft.digest,
-            job=encode_job(draft.make_job(request_id)),
+            job=encode_job(draft.make_job(request_id)) if draft.make_job is not None else b"",
             context=msgspec.json.encode(draft.context).decode(),
             state=state,
             created_at=self._clock(),
@@ -169,7 +169,7 @@ class Jobs:
         return rows[0]
 
     async def _finish(self, work: Work, result: Done | BaseException) -> None:
-        finished, state, usage = self._meaning(work, result)
+        finished, state, usage = await self._meaning(work, result)
         body = finished.outcome.body
         kept = ResultRow(
             request_id=work.row.request_id,
@@ -190,11 +190,11 @@ class Jobs:
         if finished.after is not None:
             finished.after()
 
-    def _meaning(self, work: Work, result: Done | BaseException) -> tuple[Finished, str, list[Statement]]:
+    async def _meaning(self, work: Work, result: Done | BaseException) -> tuple[Finished, str, list[Statement]]:
         if isinstance(result, Done):
             try:
                 usage = usage_statements(work, result, self._clock())
-                return self._finishers[work.row.kind](work, result), "done", usage
+                return await self._finishers[work.row.kind](work, result), "done", usage
             except Exception as error:
                 logger.exception("a finished job cannot be told", extra={"event": "finish", "job_id": work.job.job_id})
                 result = error
@@ -226,10 +226,10 @@ class Jobs:
         self.queued_by_org[org_id] = self.queued_by_org.get(org_id, 0) + change
 
 
-def _same(row: JobRow, draft: Draft) -> str:
-    """The id of a request that has the draft's number; another body under it is an error of the client."""
-    where = f"request number {draft.seq} of {draft.lane}"
-    if row.digest != draft.digest or row.kind != draft.kind:
+def same_request(row: JobRow, lane: str, seq: int, kind: str, digest: str) -> str:
+    """The id of the request that has a number; another body under it is an error of the client."""
+    where = f"request number {seq} of {lane}"
+    if row.digest != digest or row.kind != kind:
         raise InvalidInputError(
             f"{where} was used before, for another {row.kind}; every request needs a number of its own", field="seq_id"
         )
@@ -237,6 +237,10 @@ def _same(row: JobRow, draft: Draft) -> str:
         reason = msgspec.json.decode(row.context).get("reason", "")
         raise InvalidInputError(f"{where} was refused before: {reason}", field="seq_id")
     return row.request_id
+
+
+def _same(row: JobRow, draft: Draft) -> str:
+    return same_request(row, draft.lane, draft.seq, draft.kind, draft.digest)
 
 
 def _promise(row: JobRow, feed: tuple[str, int] | None) -> Promise:

@@ -32,6 +32,10 @@ class Lane(Generic[ItemT]):
         self._highest += 1
         return self._highest
 
+    def knows(self, number: int) -> bool:
+        """Whether the number was used, waits, or is closed."""
+        return number < self.next or number in self._waiting or number in self._settled
+
     def has_passed(self, number: int) -> bool:
         """Whether the number's turn is over."""
         return number < self.next

@@ -29,12 +29,13 @@ from tinsmith.engine.base import (
     OptimStep,
     Position,
     Unload,
+    decode_job,
 )
 from tinsmith.server.jobs import Jobs
 from tinsmith.server.lanes import Lane
 from tinsmith.server.work import Work, digest_of
 from tinsmith.store.base import Row, Store, statement
-from tinsmith.store.rows import JobRow, ModelRow
+from tinsmith.store.rows import CountRow, JobRow, ModelRow
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +226,7 @@ class Run:
                 return
             for row in page:
                 self.reason = f"restoring run after restart: {done} of {total} operations replayed"
-                job = self._runs.decode(row)
+                job = decode_job(row.job)
                 if changes_state(job):
                     result = await self._runs.backend.submit(replace_id(job))
                     if digest_of(result.body) != row.digest:
@@ -301,13 +302,7 @@ class Runs:
 
     async def journal_length(self, lane: str, after: int) -> int:
         rows = await self.store.read(CountRow, "journal_length", lane=lane, after=after)
-        return rows[0].total
-
-    @staticmethod
-    def decode(row: ReplayRow) -> AnyJob:
-        from tinsmith.engine.base import decode_job
-
-        return decode_job(row.job)
+        return rows[0].count
 
     async def _load(self, row: ModelRow) -> Run:
         creation = await self.store.read(JobRow, "job_by_number", **creation_number(row.model_id))
@@ -347,12 +342,6 @@ class Runs:
             ),
             row.snapshot_seq,
         )
-
-
-class CountRow(Row, frozen=True, kw_only=True):
-    """A number of rows."""
-
-    total: int
 
 
 def creation_lane(session_id: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from tinsmith.engine.base import Backend
 from tinsmith.server.access import Access
@@ -19,6 +20,7 @@ from tinsmith.server.samples import Samples
 from tinsmith.server.signing import Signer
 from tinsmith.server_config import ServerConfig
 from tinsmith.store.base import Store
+from tinsmith.store.rows import SizeRow, TelemetryRow
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,3 +42,15 @@ class Services:
     metrics: Metrics
     clock: Callable[[], float] = time.time
     is_draining: bool = False
+    client_flags: dict[str, Any] = field(default_factory=dict)
+    """Answers to client/config that differ from the usual ones."""
+    heartbeats: dict[str, float] = field(default_factory=dict)
+    """When each active session was last heard of."""
+    telemetry: list[TelemetryRow] = field(default_factory=list)
+    """Batches that the sweeper will write."""
+    saving: set[str] = field(default_factory=set)
+    """Paths of checkpoints that are being written."""
+
+    async def checkpoint_bytes(self) -> int:
+        """What all checkpoints take."""
+        return (await self.store.read(SizeRow, "checkpoint_bytes"))[0].size_bytes

@@ -6,7 +6,7 @@ Does not know: how it is queued, run or stored.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +32,8 @@ class Draft:
     org_id: str
     user_id: str
     digest: str
-    make_job: Callable[[str], AnyJob]
-    """From the request's id to the job."""
+    make_job: Callable[[str], AnyJob] | None = None
+    """From the request's id to the job; None where the backend has no part in it."""
     context: Mapping[str, Any] = field(default_factory=dict)
     statements: Sequence[Statement] = ()
     """Written with the request, in one transaction."""
@@ -69,7 +69,7 @@ class Finished:
     """Done once it is durable."""
 
 
-Finisher = Callable[[Work, Done], Finished]
+Finisher = Callable[[Work, Done], Awaitable[Finished]]
 
 
 def digest_of(*parts: bytes) -> str:

@@ -67,9 +67,9 @@ DELETE FROM keys WHERE key_id = :key_id;
 
 -- name: insert_session
 INSERT INTO sessions (session_id, org_id, user_id, project_id, display_name, tags, user_metadata, sdk_version,
-    created_at, heartbeat_at, status, status_detail, detail, ended_at)
+    created_at, heartbeat_at, status, status_detail, detail, ended_at, pruned)
 VALUES (:session_id, :org_id, :user_id, :project_id, :display_name, :tags, :user_metadata, :sdk_version,
-    :created_at, :heartbeat_at, :status, :status_detail, :detail, :ended_at);
+    :created_at, :heartbeat_at, :status, :status_detail, :detail, :ended_at, :pruned);
 
 -- name: session
 SELECT * FROM sessions WHERE session_id = :session_id;
@@ -114,6 +114,13 @@ INSERT INTO models (model_id, session_id, org_id, user_id, project_id, base_mode
 VALUES (:model_id, :session_id, :org_id, :user_id, :project_id, :base_model, :lora, :optimizer, :user_metadata,
     :created_at, :used_at, :state, :fault, :snapshot_directory, :snapshot_seq);
 
+-- name: insert_model_if_absent
+INSERT INTO models (model_id, session_id, org_id, user_id, project_id, base_model, lora, optimizer, user_metadata,
+    created_at, used_at, state, fault, snapshot_directory, snapshot_seq)
+VALUES (:model_id, :session_id, :org_id, :user_id, :project_id, :base_model, :lora, :optimizer, :user_metadata,
+    :created_at, :used_at, :state, :fault, :snapshot_directory, :snapshot_seq)
+ON CONFLICT (model_id) DO NOTHING;
+
 -- name: model
 SELECT * FROM models WHERE model_id = :model_id;
 
@@ -139,6 +146,9 @@ WHERE model_id = :model_id AND snapshot_seq < :snapshot_seq;
 
 -- name: set_models_project
 UPDATE models SET project_id = :project_id WHERE session_id = :session_id;
+
+-- name: revive_models
+UPDATE models SET state = 'live' WHERE session_id = :session_id AND state = 'unloaded';
 
 -- name: unload_models_of_session
 UPDATE models SET state = 'unloaded' WHERE session_id = :session_id AND state = 'live';
@@ -173,6 +183,13 @@ INSERT INTO samplers (sampler_id, session_id, org_id, user_id, base_model, model
 VALUES (:sampler_id, :session_id, :org_id, :user_id, :base_model, :model_path, :directory, :adapter_key, :clones,
     :created_at);
 
+-- name: insert_sampler_if_absent
+INSERT INTO samplers (sampler_id, session_id, org_id, user_id, base_model, model_path, directory, adapter_key, clones,
+    created_at)
+VALUES (:sampler_id, :session_id, :org_id, :user_id, :base_model, :model_path, :directory, :adapter_key, :clones,
+    :created_at)
+ON CONFLICT (sampler_id) DO NOTHING;
+
 -- name: sampler
 SELECT * FROM samplers WHERE sampler_id = :sampler_id;
 
@@ -187,13 +204,17 @@ UPDATE samplers SET clones = clones + 1 WHERE sampler_id = :sampler_id RETURNING
 
 -- Fails with ConstraintError where the number is taken. A refused request takes its number with state 'refused'.
 -- name: insert_job
-INSERT INTO jobs (request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, job)
-VALUES (:request_id, :lane, :seq, :kind, :session_id, :org_id, :user_id, :digest, :state, :created_at, :job);
+INSERT INTO jobs (request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, context,
+    job)
+VALUES (:request_id, :lane, :seq, :kind, :session_id, :org_id, :user_id, :digest, :state, :created_at, :context,
+    :job);
 
 -- As insert_job, but touches no row where the number is taken.
 -- name: insert_job_if_absent
-INSERT INTO jobs (request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, job)
-VALUES (:request_id, :lane, :seq, :kind, :session_id, :org_id, :user_id, :digest, :state, :created_at, :job)
+INSERT INTO jobs (request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, context,
+    job)
+VALUES (:request_id, :lane, :seq, :kind, :session_id, :org_id, :user_id, :digest, :state, :created_at, :context,
+    :job)
 ON CONFLICT (lane, seq) DO NOTHING;
 
 -- name: job
@@ -226,6 +247,29 @@ FROM jobs WHERE state = 'queued' ORDER BY created_at, lane, seq;
 -- The journal: page on with the last seq.
 -- name: jobs_of_lane_after
 SELECT * FROM jobs WHERE lane = :lane AND seq > :seq ORDER BY seq LIMIT :limit;
+
+-- What a replay applies: finished jobs in order, with the digest of what each gave.
+-- name: journal
+SELECT jobs.seq AS seq, jobs.job AS job, results.digest AS digest
+FROM jobs JOIN results ON results.request_id = jobs.request_id
+WHERE jobs.lane = :lane AND jobs.seq > :after AND jobs.state = 'done' ORDER BY jobs.seq LIMIT :limit;
+
+-- name: journal_length
+SELECT COUNT(*) AS count FROM jobs WHERE lane = :lane AND seq > :after AND state = 'done';
+
+-- name: lane_numbers
+SELECT seq, state FROM jobs WHERE lane = :lane ORDER BY seq;
+
+-- name: queued_of_lane
+SELECT * FROM jobs WHERE lane = :lane AND state = 'queued' ORDER BY seq;
+
+-- Completions of a sampling client, for batch polls that ask for older ones than memory holds.
+-- name: completions
+SELECT jobs.request_id AS request_id, results.encoding AS encoding, results.finished_at AS finished_at,
+    length(results.body) AS size_bytes
+FROM jobs JOIN results ON results.request_id = jobs.request_id
+WHERE jobs.lane = :lane AND jobs.seq >= :first AND jobs.seq < :last AND results.finished_at > :after
+ORDER BY results.finished_at LIMIT :limit;
 
 -- name: highest_seq_of_lane
 SELECT COALESCE(MAX(seq), -1) AS seq FROM jobs WHERE lane = :lane;
@@ -262,6 +306,19 @@ WHERE lane = :lane AND seq <= :seq AND state <> 'queued' AND length(job) > 0;
 
 -- name: journal_bytes_of_lane
 SELECT CAST(COALESCE(SUM(length(job)), 0) AS BIGINT) AS size_bytes FROM jobs WHERE lane = :lane AND seq > :seq;
+
+-- Sessions whose results and journal nobody can ask for any more. `pruned` marks those that are done.
+-- name: sessions_to_prune
+SELECT session_id FROM sessions WHERE ended_at < :before AND pruned = 0 ORDER BY ended_at LIMIT :limit;
+
+-- name: set_session_pruned
+UPDATE sessions SET pruned = 1 WHERE session_id = :session_id;
+
+-- name: prune_session_results
+DELETE FROM results WHERE request_id IN (SELECT request_id FROM jobs WHERE session_id = :session_id);
+
+-- name: prune_session_jobs
+DELETE FROM jobs WHERE session_id = :session_id;
 
 -- Results --------------------------------------------------------------------------------------------------------
 
@@ -352,6 +409,10 @@ FROM checkpoints WHERE org_id = :org_id GROUP BY project_id, user_id ORDER BY pr
 -- name: storage_of_project
 SELECT project_id, user_id, COUNT(*) AS count, CAST(SUM(size_bytes) AS BIGINT) AS size_bytes
 FROM checkpoints WHERE org_id = :org_id AND project_id = :project_id GROUP BY project_id, user_id ORDER BY user_id;
+
+-- name: storage_by_owner
+SELECT org_id, user_id, project_id, CAST(SUM(size_bytes) AS BIGINT) AS size_bytes
+FROM checkpoints GROUP BY org_id, user_id, project_id ORDER BY org_id, user_id, project_id;
 
 -- name: storage_of_session
 SELECT COUNT(*) AS count, CAST(COALESCE(SUM(size_bytes), 0) AS BIGINT) AS size_bytes

@@ -65,6 +65,8 @@ class SessionRow(Row, frozen=True, kw_only=True):
     """Of a finished one: success, errored or interrupted."""
     detail: str | None = None
     ended_at: float | None = None
+    pruned: bool = False
+    """Whether its results and journal are gone."""
 
 
 class ModelRow(Row, frozen=True, kw_only=True):

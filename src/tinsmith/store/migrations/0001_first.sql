@@ -55,7 +55,8 @@ CREATE TABLE sessions (
     status TEXT NOT NULL,
     status_detail TEXT,
     detail TEXT,
-    ended_at REAL
+    ended_at REAL,
+    pruned INTEGER NOT NULL
 ) STRICT;
 CREATE INDEX sessions_org ON sessions (org_id, created_at, session_id);
 CREATE INDEX sessions_user ON sessions (user_id, created_at, session_id);
@@ -110,6 +111,7 @@ CREATE TABLE jobs (
     digest TEXT NOT NULL,
     state TEXT NOT NULL,
     created_at REAL NOT NULL,
+    context TEXT NOT NULL,
     job BLOB NOT NULL
 ) STRICT;
 CREATE UNIQUE INDEX jobs_number ON jobs (lane, seq);

@@ -1,0 +1,193 @@
+"""Ends of things: sessions that finish or fall silent, checkpoints past their time, results nobody can ask for.
+
+The sweeper is one task with one round every few seconds. Deleting is done after the row is gone, so a crash leaves at
+most a directory that the next start removes.
+Does not know: HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from tinsmith.errors import StoreError
+from tinsmith.server.files import remove_tree
+from tinsmith.server.services import Services
+from tinsmith.server.usage import add_usage
+from tinsmith.store.base import Row, Statement, statement
+from tinsmith.store.rows import CheckpointRow, ModelRow, SamplerRow, SessionRow
+
+logger = logging.getLogger(__name__)
+
+BATCH = 500
+PRUNE_ROWS = 5000
+STORAGE_EVERY_S = 3600.0
+
+
+async def end_session(
+    services: Services, row: SessionRow, status: str, *, status_detail: str | None = None, detail: str | None = None
+) -> None:
+    """A session is over: its models leave memory, its checkpoints stay."""
+    ended = statement(
+        "set_session_status",
+        session_id=row.session_id,
+        status=status,
+        status_detail=status_detail,
+        detail=detail,
+        ended_at=services.clock(),
+    )
+    await services.store.write(ended, statement("unload_models_of_session", session_id=row.session_id))
+    services.heartbeats.pop(row.session_id, None)
+    models = await services.store.read(ModelRow, "models_of_session", session_id=row.session_id)
+    samplers = await services.store.read(SamplerRow, "samplers_of_session", session_id=row.session_id)
+    services.access.forget_session(row.session_id)
+    for sampler in samplers:
+        for request_id in services.samples.of_lane(sampler.sampler_id):
+            services.samples.cancel(request_id)
+    for model in models:
+        await services.runs.forget(model.model_id)
+    services.broker.forget([*(model.model_id for model in models), *(sampler.sampler_id for sampler in samplers)])
+    logger.info("session %s ended: %s", row.session_id, status, extra={"event": "session_end"})
+
+
+class Sweeper:
+    """Does the rounds."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._task: asyncio.Task[None] | None = None
+        self._storage_at = services.clock()
+
+    async def __aenter__(self) -> Sweeper:
+        self._task = asyncio.get_running_loop().create_task(self._rounds())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.flush()
+
+    async def _rounds(self) -> None:
+        while True:
+            await asyncio.sleep(self._services.config.sweep_s)
+            try:
+                await self.round()
+            except StoreError as error:
+                logger.error("the sweeper cannot reach the database: %s", error)
+            except Exception:
+                logger.exception("a round of the sweeper failed")
+
+    async def round(self) -> None:
+        """Everything that is due now."""
+        services = self._services
+        await self.flush()
+        await self._expire_sessions()
+        await self._expire_checkpoints()
+        await self._prune()
+        await self._count_storage()
+        services.metrics.pending.set(services.broker.count())
+        services.metrics.sessions.set(len(services.access.sessions))
+        services.metrics.models.set(len(services.runs.all()))
+        services.metrics.disk_free.set(services.files.free_bytes())
+        services.metrics.ready.set(services.backend.status.state == "ready")
+
+    async def flush(self) -> None:
+        """Write down signs of life and telemetry."""
+        services = self._services
+        beats: list[Statement] = [
+            statement("set_session_heartbeat", session_id=session_id, heartbeat_at=at)
+            for session_id, at in services.heartbeats.items()
+        ]
+        rows, services.telemetry[:] = list(services.telemetry), []
+        batches = [statement("insert_telemetry", row) for row in rows]
+        if batches:
+            batches.append(statement("prune_telemetry", keep=services.config.max_telemetry_rows))
+        for group in _groups([*beats, *batches]):
+            await services.store.write(*group)
+
+    async def _expire_sessions(self) -> None:
+        services = self._services
+        limit = services.clock() - services.config.session_timeout_s
+        for session_id, at in list(services.heartbeats.items()):
+            if at < limit:
+                rows = await services.store.read(SessionRow, "session", session_id=session_id)
+                services.heartbeats.pop(session_id, None)
+                if rows and rows[0].status == "active":
+                    silent = f"no heartbeat for {services.config.session_timeout_s:g} s"
+                    await end_session(services, rows[0], "expired", detail=silent)
+
+    async def _expire_checkpoints(self) -> None:
+        services = self._services
+        rows = await services.store.read(CheckpointRow, "checkpoints_expired", before=services.clock(), limit=BATCH)
+        for row in rows:
+            await delete_checkpoint(services, row)
+
+    async def _prune(self) -> None:
+        services = self._services
+        before = services.clock() - services.config.result_grace_s
+        over = await services.store.read(SessionIdRow, "sessions_to_prune", before=before, limit=20)
+        for session in over:
+            samplers = await services.store.read(SamplerRow, "samplers_of_session", session_id=session.session_id)
+            models = await services.store.read(ModelRow, "models_of_session", session_id=session.session_id)
+            places = [services.files.sampler(row.sampler_id) for row in samplers]
+            places += [services.files.loads(row.model_id) for row in models]
+            places += [Path(row.snapshot_directory) for row in models if row.snapshot_directory is not None]
+            await services.store.write(
+                statement("prune_session_results", session_id=session.session_id),
+                statement("prune_session_jobs", session_id=session.session_id),
+                statement("set_session_pruned", session_id=session.session_id),
+            )
+            for place in places:
+                await asyncio.to_thread(remove_tree, place)
+
+    async def _count_storage(self) -> None:
+        """Byte hours of checkpoints, for usage."""
+        services = self._services
+        now = services.clock()
+        if now - self._storage_at < STORAGE_EVERY_S:
+            return
+        hours, self._storage_at = (now - self._storage_at) / 3600, now
+        rows = await services.store.read(OwnedStorageRow, "storage_by_owner")
+        statements = [
+            add_usage(
+                now=now,
+                org_id=row.org_id,
+                user_id=row.user_id,
+                project_id=row.project_id,
+                session_id="",
+                base_model="",
+                kind="storage",
+                amount=int(row.size_bytes * hours),
+            )
+            for row in rows
+        ]
+        for group in _groups(statements):
+            await services.store.write(*group)
+
+
+class SessionIdRow(Row, frozen=True, kw_only=True):
+    """A session by its id alone."""
+
+    session_id: str
+
+
+class OwnedStorageRow(Row, frozen=True, kw_only=True):
+    """What one user's checkpoints take."""
+
+    org_id: str
+    user_id: str
+    project_id: str | None = None
+    size_bytes: int
+
+
+async def delete_checkpoint(services: Services, row: CheckpointRow) -> None:
+    """The row first, then the files: a crash between leaves no row without files."""
+    await services.store.write(statement("delete_checkpoint", path=row.path))
+    await asyncio.to_thread(remove_tree, Path(row.directory))
+
+
+def _groups(statements: Sequence[Statement]) -> list[Sequence[Statement]]:
+    return [statements[start : start + BATCH] for start in range(0, len(statements), BATCH)]

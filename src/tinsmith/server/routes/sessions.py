@@ -1,0 +1,254 @@
+"""Sessions: begin, signs of life, lists, search, project, trace, end."""
+
+from __future__ import annotations
+
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.calls import NOTHING, Answer, Call, Handlers, reply
+from tinsmith.server.identity import Caller
+from tinsmith.server.lifetimes import end_session
+from tinsmith.server.refusals import OverLimitError
+from tinsmith.server.services import Services
+from tinsmith.server.submitting import check_open
+from tinsmith.server.traces import write_trace
+from tinsmith.store.base import Statement, statement
+from tinsmith.store.rows import AuditRow, ModelRow, ProjectRow, SamplerRow, SessionRow, StorageRow
+from tinsmith.wire import sessions as wire
+
+MAX_METADATA_BYTES = 64 * 1024
+SEARCH_PAGE = 500
+SEARCH_LIMIT = 20_000
+"""Sessions looked at by one search."""
+
+
+async def create_session(services: Services, call: Call) -> Answer:
+    check_open(services)
+    request: wire.CreateSessionRequest = call.message
+    mine = sum(
+        row.user_id == call.caller.user_id and row.status == "active" for row in services.access.sessions.values()
+    )
+    if mine >= services.config.max_sessions:
+        raise OverLimitError(
+            f"you have {mine} active sessions (limit {services.config.max_sessions}); close some", retry_after_s=10
+        )
+    metadata = msgspec.json.encode(request.user_metadata or {}).decode()
+    if len(metadata) > MAX_METADATA_BYTES:
+        raise InvalidInputError(f"user_metadata: more than {MAX_METADATA_BYTES} bytes", field="user_metadata")
+    project_id = request.project_id or call.caller.project_id
+    now = services.clock()
+    row = SessionRow(
+        session_id=str(uuid.uuid4()),
+        org_id=call.caller.org_id,
+        user_id=call.caller.user_id,
+        project_id=project_id,
+        display_name=request.display_name,
+        tags=msgspec.json.encode(request.tags).decode(),
+        user_metadata=metadata,
+        sdk_version=request.sdk_version,
+        created_at=now,
+        heartbeat_at=now,
+    )
+    projects = [await project_statement(services, call.caller, project_id)] if project_id is not None else []
+    await services.store.write(*projects, statement("insert_session", row))
+    services.access.sessions[row.session_id] = row
+    services.heartbeats[row.session_id] = now
+    return reply(wire.CreateSessionResponse(session_id=row.session_id))
+
+
+async def session_heartbeat(services: Services, call: Call) -> Answer:
+    session_id = call.message.session_id
+    await services.access.live_session(call.caller, session_id)
+    services.heartbeats[session_id] = services.clock()
+    return reply(wire.SessionHeartbeatResponse())
+
+
+async def finish_session(services: Services, call: Call) -> Answer:
+    row = await services.access.session(call.caller, call.params["session_id"])
+    if row.status in ("active", "expired"):
+        request: wire.FinishSessionRequest = call.message
+        await end_session(services, row, "finished", status_detail=request.reason.type, detail=request.detail)
+    return NOTHING
+
+
+async def get_session(services: Services, call: Call) -> Answer:
+    row = await services.access.session(
+        call.caller, call.params["session_id"], to_read=call.query.access_scope == "accessible"
+    )
+    models = await services.store.read(ModelRow, "models_of_session", session_id=row.session_id)
+    samplers = await services.store.read(SamplerRow, "samplers_of_session", session_id=row.session_id)
+    return reply(
+        wire.GetSessionResponse(
+            training_run_ids=[model.model_id for model in models],
+            sampler_ids=[sampler.sampler_id for sampler in samplers],
+            user_metadata=texts(row.user_metadata),
+            display_name=row.display_name,
+        )
+    )
+
+
+async def list_sessions(services: Services, call: Call) -> Answer:
+    caller, query = call.caller, call.query
+    page = {"limit": min(query.limit, 1000), "offset": query.offset}
+    if query.access_scope == "accessible":
+        rows = await services.store.read(SessionRow, "sessions_of_org", org_id=caller.org_id, **page)
+    else:
+        rows = await services.store.read(SessionRow, "sessions_of_user", user_id=caller.user_id, **page)
+    return reply(wire.ListSessionsResponse(sessions=[row.session_id for row in rows]))
+
+
+async def assign_session_project(services: Services, call: Call) -> Answer:
+    row = await services.access.session(call.caller, call.params["session_id"])
+    project_id = call.message.project_id
+    await services.store.write(
+        await project_statement(services, call.caller, project_id),
+        statement("set_session_project", session_id=row.session_id, project_id=project_id),
+        statement("set_models_project", session_id=row.session_id, project_id=project_id),
+        statement("set_checkpoints_project", session_id=row.session_id, project_id=project_id),
+        statement(
+            "insert_audit",
+            AuditRow(
+                at=services.clock(),
+                org_id=row.org_id,
+                user_id=call.caller.user_id,
+                event="session_assigned_to_project",
+                group_name="projects",
+                details=msgspec.json.encode({"session_id": row.session_id, "project_id": project_id}).decode(),
+            ),
+        ),
+    )
+    services.access.forget_session(row.session_id)
+    return NOTHING
+
+
+async def export_session_trace(services: Services, call: Call) -> Answer:
+    row = await services.access.session(call.caller, call.params["session_id"], to_read=True)
+    path = await write_trace(services, row)
+    url, _ = services.signer.url(call.base_url, services.files.relative(path), services.config.download_ttl_s)
+    return reply(wire.TraceExportResponse(status="ready", url=url))
+
+
+async def search_sessions(services: Services, call: Call) -> Answer:
+    request: wire.SessionSearchRequest = call.message
+    found: list[SessionRow] = []
+    offset = 0
+    while len(found) <= request.limit and offset < SEARCH_LIMIT:
+        rows = await services.store.read(
+            SessionRow, "sessions_of_org", org_id=call.caller.org_id, limit=SEARCH_PAGE, offset=offset
+        )
+        found += [row for row in rows if _matches(row, request, call.caller)]
+        offset += SEARCH_PAGE
+        if len(rows) < SEARCH_PAGE:
+            break
+    page = found[: request.limit]
+    cursor: Any = {}
+    if len(found) > request.limit:
+        last = page[-1]
+        cursor = {
+            "next_cursor": wire.SessionSearchCursor(
+                last_created_at=datetime.fromtimestamp(last.created_at, UTC), last_session_id=last.session_id
+            )
+        }
+    return reply(wire.SessionSearchResponse(sessions=[await _summary(services, row) for row in page], **cursor))
+
+
+def _matches(row: SessionRow, request: wire.SessionSearchRequest, caller: Caller) -> bool:
+    owner = request.owner
+    if isinstance(owner, wire.OwnSearchOwner) and row.user_id != caller.user_id:
+        return False
+    if isinstance(owner, wire.UserSearchOwner) and _urn(row) not in owner.owner_urns:
+        return False
+    if request.project_ids is not None and row.project_id not in request.project_ids:
+        return False
+    metadata = texts(row.user_metadata)
+    if any(metadata.get(key) != value for key, value in request.user_metadata.items()):
+        return False
+    if request.statuses is not None and not any(_has_status(row, status) for status in request.statuses):
+        return False
+    if request.cursor is not None:
+        place = (request.cursor.last_created_at.timestamp(), request.cursor.last_session_id)
+        if (row.created_at, row.session_id) >= place:
+            return False
+    return _is_named(row, request)
+
+
+def _is_named(row: SessionRow, request: wire.SessionSearchRequest) -> bool:
+    """The two ways to name a session are alternatives."""
+    if request.session_id is None and request.display_name is None:
+        return True
+    by_id = request.session_id is not None and row.session_id == request.session_id
+    words = (request.display_name or "").lower().split()
+    name = (row.display_name or "").lower()
+    return by_id or (bool(words) and all(word in name for word in words))
+
+
+def _has_status(row: SessionRow, wanted: wire.SessionStatusQuery) -> bool:
+    if isinstance(wanted, wire.ClientFinishedSessionStatusQuery):
+        return row.status == "finished" and (wanted.reasons is None or row.status_detail in wanted.reasons)
+    names = {"active": "active", "cancelled": "expired", "failed": "failed"}
+    return row.status == names[wanted.type]
+
+
+async def _summary(services: Services, row: SessionRow) -> wire.SessionSummary:
+    storage = await services.store.read(StorageRow, "storage_of_session", session_id=row.session_id)
+    return wire.SessionSummary(
+        session_id=row.session_id,
+        created_at=datetime.fromtimestamp(row.created_at, UTC),
+        owner=_urn(row),
+        project_id=row.project_id or "",
+        checkpoints_count=storage[0].count,
+        checkpoint_storage_bytes=storage[0].size_bytes,
+        status=_status(row),
+        display_name=row.display_name,
+        user_metadata=texts(row.user_metadata),
+    )
+
+
+def _status(row: SessionRow) -> wire.SessionStatus:
+    if row.status == "finished":
+        reasons = {
+            "success": wire.ClientSessionFinishSuccess,
+            "errored": wire.ClientSessionFinishErrored,
+            "interrupted": wire.ClientSessionFinishInterrupted,
+        }
+        return wire.ClientSessionFinished(reason=reasons[row.status_detail or "success"](), detail=row.detail)
+    if row.status == "expired":
+        return wire.SessionCancelled(detail=row.detail or "no heartbeat")
+    return wire.SessionActive()
+
+
+def _urn(row: SessionRow) -> str:
+    return f"tml:organization_user:{row.org_id}:{row.user_id}"
+
+
+def texts(encoded: str | None) -> dict[str, str]:
+    """Metadata as clients read it back: texts only."""
+    values = msgspec.json.decode(encoded or "{}")
+    return {
+        key: value if isinstance(value, str) else msgspec.json.encode(value).decode() for key, value in values.items()
+    }
+
+
+async def project_statement(services: Services, caller: Caller, project_id: str) -> Statement:
+    """The statement that makes a project of this name; one of another organisation is refused."""
+    rows = await services.store.read(ProjectRow, "project", project_id=project_id)
+    if rows and rows[0].org_id != caller.org_id:
+        raise InvalidInputError(f"project_id: {project_id!r} cannot be used with this key", field="project_id")
+    row = ProjectRow(project_id=project_id, org_id=caller.org_id, name=project_id, created_at=services.clock())
+    return statement("insert_project", row)
+
+
+HANDLERS: Handlers = {
+    "create_session": create_session,
+    "session_heartbeat": session_heartbeat,
+    "finish_session": finish_session,
+    "get_session": get_session,
+    "list_sessions": list_sessions,
+    "assign_session_project": assign_session_project,
+    "export_session_trace": export_session_trace,
+    "search_sessions": search_sessions,
+}

@@ -1,0 +1,378 @@
+"""Saving, loading, exporting and copying weights."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tinsmith.engine.base import LoadState, LoraSpec, SaveState
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.calls import Answer, Call, Handlers, reply
+from tinsmith.server.encryption import check_recipients
+from tinsmith.server.files import check_name, link_tree, remove_tree
+from tinsmith.server.routes.sessions import MAX_METADATA_BYTES, project_statement
+from tinsmith.server.routes.training import ADAMW, card_of, create
+from tinsmith.server.runs import Run
+from tinsmith.server.services import Services
+from tinsmith.server.submitting import Prepared, check_open, submit_training
+from tinsmith.store.base import statement
+from tinsmith.store.rows import AuditRow, CheckpointRow, ModelRow, SessionRow
+from tinsmith.wire import json_codec
+from tinsmith.wire import weights as wire
+
+MAX_TTL_S = 10 * 366 * 86_400
+ACCESS_TOKEN_HEADER = "x-tinker-weights-access-token"
+
+
+async def save_weights(services: Services, call: Call) -> Answer:
+    async def prepare(run: Run) -> Prepared:
+        request = json_codec.decode(call.body, wire.SaveWeightsRequest)
+        return await _prepare_save(
+            services,
+            run,
+            kind="weights",
+            name=request.path or f"checkpoint-{request.seq_id or secrets.token_hex(4)}",
+            overwrite=request.overwrite,
+            ttl_seconds=request.ttl_seconds,
+            user_metadata=request.user_metadata,
+            optimizer=True,
+        )
+
+    return await submit_training(services, call, "save_weights", prepare)
+
+
+async def save_weights_for_sampler(services: Services, call: Call) -> Answer:
+    async def prepare(run: Run) -> Prepared:
+        request = json_codec.decode(call.body, wire.SaveWeightsForSamplerRequest)
+        if request.path is not None and request.sampling_session_seq_id is not None:
+            raise InvalidInputError("path and sampling_session_seq_id exclude one another: lasting or for now?")
+        if request.sampling_session_seq_id is not None:
+            return _prepare_sampler(services, run, request.sampling_session_seq_id)
+        return await _prepare_save(
+            services,
+            run,
+            kind="sampler_weights",
+            name=request.path or f"sampler-{request.seq_id or secrets.token_hex(4)}",
+            overwrite=False,
+            ttl_seconds=request.ttl_seconds,
+            user_metadata=request.user_metadata,
+            optimizer=False,
+        )
+
+    return await submit_training(services, call, "save_weights_for_sampler", prepare)
+
+
+async def save_weights_external(services: Services, call: Call) -> Answer:
+    async def prepare(run: Run) -> Prepared:
+        request = json_codec.decode(call.body, wire.SaveWeightsExternalRequest)
+        recipients = request.age_encryption_recipients
+        if recipients is not None:
+            check_recipients(recipients)
+        return await _prepare_save(
+            services,
+            run,
+            kind="external_weights",
+            name=request.path,
+            overwrite=False,
+            ttl_seconds=request.ttl_seconds,
+            user_metadata=None,
+            optimizer=False,
+            context={"recipients": recipients},
+        )
+
+    return await submit_training(services, call, "save_weights_external", prepare)
+
+
+async def _prepare_save(
+    services: Services,
+    run: Run,
+    *,
+    kind: str,
+    name: str,
+    overwrite: bool,
+    ttl_seconds: int | None,
+    user_metadata: Mapping[str, str] | None,
+    optimizer: bool,
+    context: Mapping[str, Any] | None = None,
+) -> Prepared:
+    row = run.row
+    path = wire.tinker_path(row.model_id, kind, check_name(name))
+    if ttl_seconds is not None:
+        check_ttl(ttl_seconds)
+    metadata = msgspec.json.encode(user_metadata).decode() if user_metadata is not None else None
+    if metadata is not None and len(metadata) > MAX_METADATA_BYTES:
+        raise InvalidInputError(f"user_metadata: more than {MAX_METADATA_BYTES} bytes", field="user_metadata")
+    taken = await services.store.read(CheckpointRow, "checkpoint", path=path)
+    if (taken or path in services.saving) and not overwrite:
+        raise InvalidInputError(f"path: {path} exists already; choose another name, or overwrite=True", field="path")
+    await _check_disk_cap(services)
+    directory = services.files.checkpoint(row.model_id, kind, name, secrets.token_hex(8))
+    services.saving.add(path)
+    return Prepared(
+        make_job=lambda request_id: SaveState(
+            job_id=request_id,
+            tenant=row.org_id,
+            base_model=row.base_model,
+            model_id=row.model_id,
+            directory=str(directory),
+            optimizer=optimizer,
+        ),
+        context={
+            "path": path,
+            "kind": kind,
+            "name": name,
+            "ttl_seconds": ttl_seconds,
+            "user_metadata": metadata,
+            "replaces": taken[0].directory if taken else None,
+            "lora": row.lora,
+            "optimizer": row.optimizer,
+            **(context or {}),
+        },
+        undo=lambda: services.saving.discard(path),
+    )
+
+
+def _prepare_sampler(services: Services, run: Run, number: int) -> Prepared:
+    row = run.row
+    sampler_id = f"{row.session_id}:sample:{number}"
+    directory = services.files.sampler(sampler_id)
+    return Prepared(
+        make_job=lambda request_id: SaveState(
+            job_id=request_id,
+            tenant=row.org_id,
+            base_model=row.base_model,
+            model_id=row.model_id,
+            directory=str(directory),
+            optimizer=False,
+        ),
+        context={"sampler_id": sampler_id},
+    )
+
+
+async def _check_disk_cap(services: Services) -> None:
+    cap = services.config.disk_cap_bytes
+    if cap is None:
+        return
+    used = await services.checkpoint_bytes()
+    if used >= cap:
+        raise InvalidInputError(
+            f"checkpoints take {used // 2**20} MB, which is all this server allows ({cap // 2**20} MB); "
+            "delete some or give them a ttl",
+            field="path",
+        )
+
+
+def check_ttl(ttl_seconds: int) -> None:
+    if not 0 < ttl_seconds <= MAX_TTL_S:
+        raise InvalidInputError(
+            f"ttl_seconds: {ttl_seconds} is not between 1 and {MAX_TTL_S} (10 years)", field="ttl_seconds"
+        )
+
+
+async def load_weights(services: Services, call: Call) -> Answer:
+    request = json_codec.decode(call.body, wire.LoadWeightsRequest)
+    if request.session_id is not None:
+        return await _create_via_load(services, call, request)
+
+    async def prepare(run: Run) -> Prepared:
+        source = await _loadable(services, call, request)
+        row = run.row
+        _check_fits(row, source)
+        place = services.files.loads(row.model_id) / secrets.token_hex(8)
+        await asyncio.to_thread(link_tree, Path(source.directory), place)
+        return Prepared(
+            make_job=lambda request_id: LoadState(
+                job_id=request_id,
+                tenant=row.org_id,
+                base_model=row.base_model,
+                model_id=row.model_id,
+                directory=str(place),
+                optimizer=request.optimizer,
+            ),
+            context={"path": source.path, "model_id": row.model_id},
+            undo=lambda: remove_tree(place),
+        )
+
+    return await submit_training(services, call, "load_weights", prepare)
+
+
+async def _create_via_load(services: Services, call: Call, request: wire.LoadWeightsRequest) -> Answer:
+    if request.model_seq_id is None or request.model_id is not None:
+        raise InvalidInputError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
+    session = await services.access.live_session(call.caller, request.session_id or "")
+    source = await _loadable(services, call, request)
+    if request.base_model is not None and request.base_model != source.base_model:
+        raise InvalidInputError(
+            f"base_model: {request.base_model!r}, but {source.path} was trained on {source.base_model}",
+            field="base_model",
+        )
+    card_of(services, source.base_model)
+    place = services.files.loads(f"{session.session_id}:train:{request.model_seq_id}") / "origin"
+    await asyncio.to_thread(link_tree, Path(source.directory), place)
+    return await create(
+        services,
+        call,
+        session,
+        kind="load_weights",
+        model_seq_id=request.model_seq_id,
+        lora=msgspec.json.decode(source.lora, type=LoraSpec),
+        base_model=source.base_model,
+        user_metadata=request.user_metadata,
+        directory=str(place),
+        optimizer=request.optimizer,
+        context={"path": source.path},
+    )
+
+
+async def _loadable(services: Services, call: Call, request: wire.LoadWeightsRequest) -> CheckpointRow:
+    token = request.weights_access_token or call.headers.get(ACCESS_TOKEN_HEADER)
+    source = await services.access.checkpoint(call.caller, request.path, token=token)
+    if source.kind == "external_weights":
+        raise InvalidInputError(
+            f"path: {source.path} is an export and cannot be loaded; use a weights path", field="path"
+        )
+    if source.kind != "weights" and request.optimizer:
+        raise InvalidInputError(
+            f"path: {source.path} has no optimizer state; load it without, or use a weights path", field="path"
+        )
+    return source
+
+
+def _check_fits(row: ModelRow, source: CheckpointRow) -> None:
+    mine, theirs = (msgspec.json.decode(text, type=LoraSpec) for text in (row.lora, source.lora))
+    wrong = [
+        f"{name} {getattr(theirs, name)} instead of {getattr(mine, name)}"
+        for name in ("rank", "train_attn", "train_mlp", "train_unembed", "alpha")
+        if getattr(mine, name) != getattr(theirs, name)
+    ]
+    if source.base_model != row.base_model:
+        wrong.append(f"base model {source.base_model} instead of {row.base_model}")
+    if wrong:
+        raise InvalidInputError(
+            f"path: {source.path} does not fit {row.model_id}: {', '.join(wrong)}; "
+            "create_training_client_from_state makes a model that fits",
+            field="path",
+        )
+
+
+async def weights_info(services: Services, call: Call) -> Answer:
+    row = await services.access.checkpoint(
+        call.caller, call.message.tinker_path, token=call.headers.get(ACCESS_TOKEN_HEADER)
+    )
+    lora = msgspec.json.decode(row.lora, type=LoraSpec)
+    return reply(
+        wire.WeightsInfoResponse(
+            base_model=row.base_model,
+            is_lora=True,
+            lora_rank=lora.rank,
+            train_unembed=lora.train_unembed,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
+        )
+    )
+
+
+async def copy_weights(services: Services, call: Call) -> Answer:
+    """A checkpoint under a run of the caller's own, in a project or a session."""
+    check_open(services)
+    request: wire.CopyWeightsRequest = call.message
+    token = request.weights_access_token or call.headers.get(ACCESS_TOKEN_HEADER)
+    source = await services.access.checkpoint(call.caller, request.source_path, token=token)
+    if request.ttl_seconds is not None:
+        check_ttl(request.ttl_seconds)
+    await _check_disk_cap(services)
+    now = services.clock()
+    session, statements = await _copy_target(services, call, request, now)
+    model_id = f"{session.session_id}:train:{request.model_seq_id or 0}"
+    directory = services.files.checkpoint(model_id, source.kind, source.name, secrets.token_hex(8))
+    await asyncio.to_thread(link_tree, Path(source.directory), directory)
+    path = wire.tinker_path(model_id, source.kind, source.name)
+    owner = {"org_id": session.org_id, "user_id": session.user_id, "project_id": session.project_id}
+    model = ModelRow(
+        model_id=model_id,
+        session_id=session.session_id,
+        base_model=source.base_model,
+        lora=source.lora,
+        optimizer=ADAMW,
+        created_at=now,
+        used_at=now,
+        state="unloaded",
+        **owner,  # type: ignore[arg-type]
+    )
+    changed = {
+        **owner,
+        "path": path,
+        "model_id": model_id,
+        "session_id": session.session_id,
+        "directory": str(directory),
+        "public": False,
+        "created_at": now,
+        "expires_at": now + request.ttl_seconds if request.ttl_seconds is not None else None,
+    }
+    copied = CheckpointRow(**{**source.parameters(), **changed})  # type: ignore[arg-type]
+    await services.store.write(
+        *statements,
+        statement("insert_model_if_absent", model),
+        statement("put_checkpoint", copied),
+        audit(services, call, "checkpoint_copied", copied, {"source": source.path}),
+    )
+    return reply(wire.CopyWeightsResponse(tinker_path=path))
+
+
+async def _copy_target(
+    services: Services, call: Call, request: wire.CopyWeightsRequest, now: float
+) -> tuple[SessionRow, list[Any]]:
+    """The session under which a copy lies; copies into a project get one of their own, which is over at once."""
+    if request.session_id is not None:
+        return await services.access.live_session(call.caller, request.session_id), []
+    project_id = request.destination_project_id or call.caller.project_id
+    session = SessionRow(
+        session_id=str(uuid.uuid4()),
+        org_id=call.caller.org_id,
+        user_id=call.caller.user_id,
+        project_id=project_id,
+        display_name=f"copy of {request.source_path}"[:200],
+        created_at=now,
+        heartbeat_at=now,
+        status="finished",
+        status_detail="success",
+        ended_at=now,
+        pruned=True,
+    )
+    statements = [statement("insert_session", session)]
+    if project_id is not None:
+        statements.insert(0, await project_statement(services, call.caller, project_id))
+    return session, statements
+
+
+def audit(services: Services, call: Call, event: str, row: CheckpointRow, details: Mapping[str, Any]) -> Any:
+    """What was done to a checkpoint, by whom."""
+    return statement(
+        "insert_audit",
+        AuditRow(
+            at=services.clock(),
+            org_id=row.org_id,
+            user_id=call.caller.user_id,
+            event=event,
+            group_name="checkpoints",
+            details=msgspec.json.encode(dict(details)).decode(),
+            model_id=row.model_id,
+            tinker_path=row.path,
+        ),
+    )
+
+
+HANDLERS: Handlers = {
+    "save_weights": save_weights,
+    "save_weights_for_sampler": save_weights_for_sampler,
+    "save_weights_external": save_weights_external,
+    "load_weights": load_weights,
+    "weights_info": weights_info,
+    "copy_weights": copy_weights,
+}

@@ -1,0 +1,120 @@
+"""Taking in a numbered training request: repetitions first, then the check, then the journal.
+
+A request that is refused closes its number, so that those behind it do not wait for ever; one that is only too much for
+now (429, 503) does not, because its client will send it again.
+Does not know: what the requests ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from tinsmith.engine.base import AnyJob
+from tinsmith.errors import InvalidInputError, WireError
+from tinsmith.server.calls import Answer, Call, reply
+from tinsmith.server.jobs import same_request
+from tinsmith.server.refusals import NotReadyError, UnknownResourceError
+from tinsmith.server.runs import Run
+from tinsmith.server.services import Services
+from tinsmith.server.work import Draft, digest_of
+from tinsmith.store.base import Statement
+from tinsmith.wire import protobuf
+from tinsmith.wire.futures import UntypedAPIFuture
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A checked request: its job, what finishing needs, and how many tokens it uses."""
+
+    make_job: Callable[[str], AnyJob]
+    context: Mapping[str, Any] = field(default_factory=dict)
+    statements: tuple[Statement, ...] = ()
+    tokens: int = 0
+    undo: Callable[[], None] | None = None
+    """Takes back what preparing did, when the request is not journalled after all."""
+
+
+Prepare = Callable[[Run], Awaitable[Prepared]]
+
+
+class _Numbers(msgspec.Struct):
+    model_id: str = ""
+    seq_id: int | None = None
+
+
+def numbers_of(call: Call) -> tuple[str, int | None]:
+    """The model and number of a request, also where the rest of it cannot be read; 0 means none was given."""
+    if call.is_protobuf:
+        model_id, seq = "", 0
+        for number, kind, value in protobuf.read_fields(memoryview(call.body), call.route.name):
+            if number == 1:
+                model_id = protobuf.as_text(value, kind, "model_id")
+            elif number == 2:
+                seq = protobuf.as_int(value, kind, "seq_id", 32)
+        return model_id, seq or None
+    try:
+        numbers = msgspec.json.decode(call.body or b"{}", type=_Numbers)
+    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+        raise WireError(f"{call.route.name}: {error}") from None
+    return numbers.model_id, numbers.seq_id or None
+
+
+async def submit_training(services: Services, call: Call, kind: str, prepare: Prepare) -> Answer:
+    """Journal a request of a training run; answers with its promise."""
+    model_id, number = numbers_of(call)
+    row = await services.access.live_model(call.caller, model_id)
+    run = await services.runs.get(row)
+    seq = number if number is not None else run.lane.allot()
+    digest = digest_of(kind.encode(), call.body)
+    if run.lane.knows(seq) or services.jobs.is_accepting(model_id, seq):
+        known = await services.jobs.known(model_id, seq)
+        if known is None:
+            raise InvalidInputError(f"request number {seq} of {model_id} has passed", field="seq_id")
+        return promise(same_request(known, model_id, seq, kind, digest), model_id)
+    check_open(services)
+    services.admission.check_queue(call.caller, services.jobs.queued_by_org.get(row.org_id, 0))
+    draft = Draft(
+        kind=kind,
+        lane=model_id,
+        seq=seq,
+        session_id=row.session_id,
+        org_id=row.org_id,
+        user_id=row.user_id,
+        digest=digest,
+    )
+    try:
+        prepared = await prepare(run)
+    except (InvalidInputError, WireError, UnknownResourceError) as error:
+        await services.jobs.refuse(draft, str(error))
+        run.close_number(seq)
+        raise
+    services.admission.check_tokens(call.caller, prepared.tokens)
+    try:
+        whole = replace(
+            draft,
+            make_job=prepared.make_job,
+            context={**prepared.context, "project_id": row.project_id},
+            statements=prepared.statements,
+        )
+        request_id = await services.jobs.accept(whole, run.put)
+    except BaseException:
+        if prepared.undo is not None:
+            prepared.undo()
+        raise
+    return promise(request_id, model_id)
+
+
+def check_open(services: Services) -> None:
+    """Refuse new work while the server goes down or has no room."""
+    if services.is_draining:
+        raise NotReadyError("the server is shutting down and takes no new work; it will be back after its restart")
+    services.files.check_room()
+
+
+def promise(request_id: str, model_id: str | None = None) -> Answer:
+    answer = UntypedAPIFuture(request_id=request_id)
+    return reply(answer if model_id is None else UntypedAPIFuture(request_id=request_id, model_id=model_id))

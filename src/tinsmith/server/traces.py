@@ -1,0 +1,65 @@
+"""A session's requests as a trace that Perfetto and Chrome open: one line per run or sampler, waiting and running."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tinsmith.server.services import Services
+from tinsmith.store.rows import JobHeadRow, ResultHeadRow, SessionRow
+
+MICROSECONDS = 1e6
+
+
+async def write_trace(services: Services, session: SessionRow) -> Path:
+    """The trace file of a session as it stands now."""
+    jobs = await services.store.read(JobHeadRow, "job_heads_of_session", session_id=session.session_id)
+    results = await services.store.read(ResultHeadRow, "result_heads_of_session", session_id=session.session_id)
+    body = msgspec.json.encode(trace_of(session, jobs, {result.request_id: result for result in results}))
+    path = services.files.trace(session.session_id)
+    await asyncio.to_thread(_write, path, body)
+    return path
+
+
+def trace_of(session: SessionRow, jobs: list[JobHeadRow], results: dict[str, ResultHeadRow]) -> dict[str, Any]:
+    """Chrome's trace event format. Pure."""
+    lanes = {lane: number for number, lane in enumerate(dict.fromkeys(job.lane for job in jobs), start=1)}
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": 1, "tid": 0, "args": {"name": f"session {session.session_id}"}}
+    ]
+    for lane, number in lanes.items():
+        events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": lane}})
+    for job in jobs:
+        events += _spans(job, results.get(job.request_id), lanes[job.lane])
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _spans(job: JobHeadRow, result: ResultHeadRow | None, number: int) -> list[dict[str, Any]]:
+    details = {
+        "request_id": job.request_id,
+        "seq": job.seq,
+        "state": job.state,
+        "request_bytes": job.size_bytes,
+        "result_bytes": result.size_bytes if result is not None else 0,
+    }
+    common = {"pid": 1, "tid": number, "cat": job.kind, "id": job.request_id, "args": details}
+    began = job.created_at * MICROSECONDS
+    if result is None:
+        return [{**common, "ph": "i", "name": f"{job.kind} ({job.state})", "ts": began, "s": "t"}]
+    started, finished = result.started_at * MICROSECONDS, result.finished_at * MICROSECONDS
+    return [
+        {**common, "ph": "b", "name": job.kind, "ts": began},
+        {**common, "ph": "b", "name": "running", "ts": max(began, started)},
+        {**common, "ph": "e", "name": "running", "ts": finished},
+        {**common, "ph": "e", "name": job.kind, "ts": finished},
+    ]
+
+
+def _write(path: Path, body: bytes) -> None:
+    temporary = path.with_suffix(".new")
+    temporary.write_bytes(body)
+    os.replace(temporary, path)
