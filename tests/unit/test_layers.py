@@ -26,6 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "store": BOTTOM | {"wire", "store"},
     "server": BOTTOM | {"wire", "store", "server"},
     "engine": BOTTOM | {"wire", "store", "engine"},
+    "testing": BOTTOM | {"wire", "engine", "testing"},
     "web": {"web"},
     "__init__": {"version"},
     "__main__": {"cli"},

@@ -1,9 +1,10 @@
 """The seam between the server and what computes: jobs go in, results come out.
 
 A backend is a deterministic machine with volatile state. It executes jobs of one model in the order in which they were
-submitted, samples in any order, and may lose everything it holds at any moment; it then counts up its `epoch` and fails
-what was under way with `BackendLostError`. Keeping, ordering, repeating and journalling are the server's work, so a
-backend has no database and every backend passes one contract suite (tests/contract/test_backends.py).
+submitted, samples in any order, and may lose everything it holds of a base model at any moment; it then counts up that
+base model's epoch and fails what was under way with `BackendLostError`. Keeping, ordering, repeating and journalling
+are the server's work, so a backend has no database and every backend passes one contract suite
+(tests/contract/test_backends.py).
 
 Bodies are the bytes that the client sent (decompressed), results the bytes that a client may be given: what was
 journalled is what is computed, and a digest of the result is a digest of what was delivered.
@@ -195,9 +196,8 @@ OnTokens: TypeAlias = Callable[[TokenEvent], None]
 class Backend(Protocol):
     """What computes. Called on the server's event loop only."""
 
-    @property
-    def epoch(self) -> int:
-        """Counts how often state was lost; a model made in another epoch is gone."""
+    def epoch_of(self, base_model: str) -> int:
+        """Counts how often the state of this base model's models was lost; a model made in another epoch is gone."""
 
     @property
     def status(self) -> Status: ...
@@ -215,7 +215,11 @@ class Backend(Protocol):
         """Queue a job. The future ends with Done, JobFailedError, JobCancelledError or BackendLostError."""
 
     def cancel(self, job_id: str) -> None:
-        """Drop a job if it has not finished; its future ends with JobCancelledError. Unknown ids are ignored."""
+        """Drop a job; its future ends with JobCancelledError. Unknown and finished ids are ignored.
+
+        A sample ends at once. Any other job that has begun is finished and its future ends with its result: a model's
+        state is never in doubt.
+        """
 
     def position(self, job_id: str) -> Position:
         """Where a submitted job stands."""

@@ -112,7 +112,6 @@ async def _new_checkpoint(services: Services, work: Work, files: SavedFiles) -> 
         answer["size_bytes"] = size_bytes
 
     def clean() -> None:
-        services.saving.discard(row.path)
         if context["replaces"] is not None:
             remove_tree(Path(context["replaces"]))
 

@@ -48,12 +48,14 @@ class Jobs:
         *,
         clock: Callable[[], float] = time.time,
         new_id: Callable[[], str] = new_request_id,
+        on_end: Callable[[Work], None] | None = None,
     ) -> None:
         self._store = store
         self._broker = broker
         self._finishers = finishers
         self._clock = clock
         self._new_id = new_id
+        self._on_end = on_end
         self._accepting: dict[tuple[str, int], asyncio.Future[JobRow]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.queued_by_org: dict[str, int] = {}
@@ -189,6 +191,8 @@ class Jobs:
         self._broker.settle(work.row.request_id, finished.outcome)
         if finished.after is not None:
             finished.after()
+        if self._on_end is not None:
+            self._on_end(work)
 
     async def _meaning(self, work: Work, result: Done | BaseException) -> tuple[Finished, str, list[Statement]]:
         if isinstance(result, Done):

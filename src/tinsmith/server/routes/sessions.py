@@ -210,7 +210,7 @@ async def _summary(services: Services, row: SessionRow) -> wire.SessionSummary:
 
 def _status(row: SessionRow) -> wire.SessionStatus:
     if row.status == "finished":
-        reasons = {
+        reasons: dict[str, type[wire.ClientSessionFinishReason]] = {
             "success": wire.ClientSessionFinishSuccess,
             "errored": wire.ClientSessionFinishErrored,
             "interrupted": wire.ClientSessionFinishInterrupted,

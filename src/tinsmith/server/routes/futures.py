@@ -1,0 +1,172 @@
+"""Promises: asking for one result, for all completions of a sampler, and taking a request back."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from tinsmith.engine.base import Position
+from tinsmith.server.calls import JSON, NOTHING, PROTOBUF, Answer, Call, Handlers, reply
+from tinsmith.server.promises import Outcome, Promise
+from tinsmith.server.refusals import GoneError, UnknownResourceError
+from tinsmith.server.services import Services
+from tinsmith.server.work import CLONE_BLOCK
+from tinsmith.store.base import Row
+from tinsmith.store.rows import ResultRow
+from tinsmith.wire import futures as wire
+from tinsmith.wire import json_codec, proto_outputs, proto_sampling
+
+CATCH_UP_S = 120.0
+"""How far before a batch poll's cursor the store is searched after a restart; clients ignore what they know."""
+CATCH_UP_ROWS = 10_000
+
+
+async def retrieve_future(services: Services, call: Call) -> Answer:
+    request: wire.FutureRetrieveRequest = call.message
+    promise, outcome = await _find(services, call, request.request_id)
+    if outcome is None:
+        outcome = await services.broker.wait(promise, services.config.poll_s)
+    if outcome is None:
+        return _not_yet(services, promise)
+    is_large = len(outcome.body) > services.config.metadata_above_bytes
+    if request.allow_metadata_only and is_large and not outcome.is_error:
+        return reply(wire.CompleteMetadataResponse(response_payload_size=len(outcome.body)))
+    return await _result(outcome, promise.kind, call.takes_protobuf)
+
+
+async def _find(services: Services, call: Call, request_id: str) -> tuple[Promise, Outcome | None]:
+    """The promise of the caller's, and its outcome if it has one."""
+    pending = services.broker.pending(request_id)
+    recent = services.broker.recent(request_id) if pending is None else None
+    promise = pending or (recent[0] if recent is not None else None)
+    if promise is not None:
+        if not call.caller.owns(promise.org_id, promise.user_id):
+            raise UnknownResourceError(f"request {request_id!r} does not exist, was pruned, or is not yours")
+        return promise, recent[1] if recent is not None else None
+    row = await services.access.job(call.caller, request_id)
+    results = await services.store.read(ResultRow, "result", request_id=request_id)
+    if not results:
+        raise GoneError(f"request {request_id} was accepted and its result is gone; send it again")
+    known = Promise(
+        request_id=request_id,
+        kind=row.kind,
+        lane=row.lane,
+        org_id=row.org_id,
+        user_id=row.user_id,
+        created_at=row.created_at,
+    )
+    return known, Outcome(results[0].body, results[0].encoding)  # type: ignore[arg-type]
+
+
+async def _result(outcome: Outcome, kind: str, takes_protobuf: bool) -> Answer:
+    if outcome.encoding != "protobuf":
+        return Answer(outcome.body)
+    if takes_protobuf:
+        return Answer(outcome.body, 200, PROTOBUF)
+    if len(outcome.body) < 65536:
+        return Answer(_as_json(outcome.body, kind), 200, JSON)
+    return Answer(await asyncio.to_thread(_as_json, outcome.body, kind), 200, JSON)
+
+
+def _as_json(body: bytes, kind: str) -> bytes:
+    """A protobuf result for releases that read JSON."""
+    if kind == "sample":
+        return json_codec.encode(proto_sampling.decode_response(body))
+    return json_codec.encode(proto_outputs.decode_output(body))
+
+
+def _not_yet(services: Services, promise: Promise) -> Answer:
+    """408 with where the request stands; clients ask again at once."""
+    position = position_of(services, promise)
+    ahead = f"{position.ahead} ahead of it; " if position.ahead else ""
+    return reply(
+        wire.TryAgainResponse(
+            request_id=promise.request_id, queue_state="active", queue_state_reason=f"{ahead}{position.reason}"
+        ),
+        408,
+    )
+
+
+def position_of(services: Services, promise: Promise) -> Position:
+    if promise.kind == "sample":
+        return services.samples.position(promise.request_id)
+    run = services.runs.known(promise.lane)
+    if run is None:
+        status = services.backend.status
+        return Position(ahead=0, reason=status.reason or f"the engine is {status.state}")
+    return run.position(promise.request_id)
+
+
+class CompletionRow(Row, frozen=True, kw_only=True):
+    """A finished sample as the store has it."""
+
+    request_id: str
+    encoding: str
+    finished_at: float
+    size_bytes: int
+
+
+async def retrieve_futures(services: Services, call: Call) -> Answer:
+    request: wire.FuturesRetrieveRequest = call.message
+    target = request.target
+    await services.access.live_sampler(call.caller, target.sampling_session_id)
+    feed = services.broker.feed((target.sampling_session_id, target.cloned_sampler_id))
+    known = set(request.retrieved_request_ids)
+    older: list[wire.FutureCompletion] = []
+    if request.prev_cursor < feed.began:
+        older = await _older(services, target, request.prev_cursor, known)
+    timeout_s = min(request.timeout or services.config.poll_s, services.config.poll_s)
+    events = feed.after(request.prev_cursor) if older else await feed.wait(request.prev_cursor, timeout_s)
+    completions = older + [
+        _completion(event.request_id, event.size_bytes, event.is_error)
+        for event in events
+        if event.request_id not in known
+    ]
+    cursor = events[-1].cursor if events else max(request.prev_cursor, feed.began)
+    return reply(wire.FuturesRetrieveResponse(completions=completions, cursor=cursor))
+
+
+async def _older(
+    services: Services, target: wire.SamplingSessionFuturesTarget, cursor: int, known: set[str]
+) -> list[wire.FutureCompletion]:
+    first = target.cloned_sampler_id * CLONE_BLOCK
+    rows = await services.store.read(
+        CompletionRow,
+        "completions",
+        lane=target.sampling_session_id,
+        first=first,
+        last=first + CLONE_BLOCK,
+        after=cursor / 1e6 - CATCH_UP_S,
+        limit=CATCH_UP_ROWS,
+    )
+    return [
+        _completion(row.request_id, row.size_bytes, row.encoding == "error")
+        for row in rows
+        if row.request_id not in known
+    ]
+
+
+def _completion(request_id: str, size_bytes: int, is_error: bool) -> wire.FutureCompletion:
+    if is_error:
+        return wire.FutureFailed(request_id=request_id)
+    return wire.FutureFinished(request_id=request_id, response_payload_uncompressed_size=size_bytes)
+
+
+async def cancel_future(services: Services, call: Call) -> Answer:
+    promise, outcome = await _find(services, call, call.message.request_id)
+    if outcome is not None:
+        return Answer(msgspec.json.encode({"cancelled": False, "reason": "it has finished"}))
+    if promise.kind == "sample":
+        services.samples.cancel(promise.request_id)
+        return NOTHING
+    run = services.runs.known(promise.lane)
+    cancelled = run.cancel(promise.request_id) if run is not None else False
+    return Answer(msgspec.json.encode({"cancelled": cancelled}))
+
+
+HANDLERS: Handlers = {
+    "retrieve_future": retrieve_future,
+    "retrieve_futures": retrieve_futures,
+    "cancel_future": cancel_future,
+}

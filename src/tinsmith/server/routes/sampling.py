@@ -1,0 +1,169 @@
+"""Sampling sessions and samples."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from tinsmith.engine.base import OnTokens, Sample
+from tinsmith.errors import ConstraintError, InvalidInputError
+from tinsmith.server.calls import Answer, Call, Handlers, reply
+from tinsmith.server.files import link_tree
+from tinsmith.server.identity import Caller
+from tinsmith.server.jobs import same_request
+from tinsmith.server.routes.training import card_of
+from tinsmith.server.sample_checks import check_sample
+from tinsmith.server.services import Services
+from tinsmith.server.submitting import check_open
+from tinsmith.server.work import Draft, digest_of
+from tinsmith.store.base import statement
+from tinsmith.store.rows import SamplerRow
+from tinsmith.wire import json_codec
+from tinsmith.wire import sampling as wire
+from tinsmith.wire.futures import UntypedAPIFuture
+
+
+async def create_sampling_session(services: Services, call: Call) -> Answer:
+    request: wire.CreateSamplingSessionRequest = call.message
+    session = await services.access.live_session(call.caller, request.session_id)
+    if (request.base_model is None) == (request.model_path is None):
+        raise InvalidInputError("give base_model or model_path, one of them", field="model_path")
+    sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
+    row = await _new_sampler(
+        services, call.caller, sampler_id, session.session_id, request.base_model, request.model_path
+    )
+    try:
+        await services.store.write(statement("insert_sampler", row))
+    except ConstraintError:
+        known = await services.access.sampler(call.caller, sampler_id)
+        if (known.base_model, known.model_path) != (row.base_model, row.model_path):
+            raise InvalidInputError(
+                f"sampling_session_seq_id: {request.sampling_session_seq_id} is taken by another sampler",
+                field="sampling_session_seq_id",
+            ) from None
+    return reply(wire.CreateSamplingSessionResponse(sampling_session_id=sampler_id))
+
+
+async def _new_sampler(
+    services: Services,
+    caller: Caller,
+    sampler_id: str,
+    session_id: str,
+    base_model: str | None,
+    model_path: str | None,
+) -> SamplerRow:
+    """A sampler on the base, or on a second name for a checkpoint's files: it stays when the checkpoint goes."""
+    directory = adapter_key = None
+    if model_path is not None:
+        source = await services.access.checkpoint(caller, model_path)
+        if source.kind == "external_weights":
+            raise InvalidInputError(
+                f"model_path: {model_path} is an export; sample a sampler_weights path", field="model_path"
+            )
+        base_model, adapter_key = source.base_model, source.digest
+        place = services.files.sampler(sampler_id)
+        await asyncio.to_thread(link_tree, Path(source.directory), place)
+        directory = str(place)
+    card = card_of(services, base_model or "")
+    if not card.sampleable:
+        raise InvalidInputError(f"base_model: {card.name} cannot be sampled here", field="base_model")
+    return SamplerRow(
+        sampler_id=sampler_id,
+        session_id=session_id,
+        org_id=caller.org_id,
+        user_id=caller.user_id,
+        base_model=card.name,
+        model_path=model_path,
+        directory=directory,
+        adapter_key=adapter_key,
+        created_at=services.clock(),
+    )
+
+
+async def join_sampling_session(services: Services, call: Call) -> Answer:
+    row = await services.access.live_sampler(call.caller, call.message.sampling_session_id)
+    rows = await services.store.write_returning(SamplerRow, "add_sampler_clone", sampler_id=row.sampler_id)
+    return reply(wire.JoinSamplingSessionResponse(client_counter=rows[0].clones))
+
+
+async def get_sampler(services: Services, call: Call) -> Answer:
+    row = await services.access.sampler(call.caller, call.params["sampler_id"], to_read=True)
+    if row.model_path is None:
+        return reply(wire.GetSamplerResponse(sampler_id=row.sampler_id, base_model=row.base_model))
+    return reply(
+        wire.GetSamplerResponse(sampler_id=row.sampler_id, base_model=row.base_model, model_path=row.model_path)
+    )
+
+
+async def asample(services: Services, call: Call) -> Answer:
+    request = json_codec.decode(call.body, wire.SampleRequest)
+    request_id = await submit_sample(services, call.caller, call.body, request)
+    ids = [f"{request_id}:{index}" for index in range(request.num_samples)]
+    return reply(UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids))
+
+
+async def submit_sample(
+    services: Services, caller: Caller, body: bytes, request: wire.SampleRequest, on_tokens: OnTokens | None = None
+) -> str:
+    """Journal a sample and queue it; returns its request id."""
+    sampler = await _sampler_of(services, caller, request)
+    lane, seq = sampler.sampler_id, request.seq_id
+    digest = digest_of(b"sample", body)
+    if seq is None:
+        seq = -secrets.randbelow(2**62) - 1
+    elif services.jobs.is_accepting(lane, seq):
+        known = await services.jobs.known(lane, seq)
+        if known is not None:
+            return same_request(known, lane, seq, "sample", digest)
+    check_open(services)
+    services.admission.check_queue(caller, services.jobs.queued_by_org.get(caller.org_id, 0))
+    card = card_of(services, sampler.base_model)
+    length = check_sample(request, card, max_samples=services.config.max_samples)
+    params = request.sampling_params
+    most = params.max_tokens if params.max_tokens is not None else card.max_context_length - length
+    services.admission.check_tokens(caller, length + most * request.num_samples)
+    seed = params.seed if params.seed is not None else secrets.randbelow(2**63)
+    draft = Draft(
+        kind="sample",
+        lane=lane,
+        seq=seq,
+        session_id=sampler.session_id,
+        org_id=caller.org_id,
+        user_id=caller.user_id,
+        digest=digest,
+        make_job=_sample_job(sampler, body, seed),
+        context={"project_id": caller.project_id},
+        on_tokens=on_tokens,
+    )
+    return await services.jobs.accept(draft, services.samples.put)
+
+
+def _sample_job(sampler: SamplerRow, body: bytes, seed: int) -> Callable[[str], Sample]:
+    return lambda request_id: Sample(
+        job_id=request_id,
+        tenant=sampler.org_id,
+        base_model=sampler.base_model,
+        body=body,
+        seed=seed,
+        directory=sampler.directory,
+        adapter_key=sampler.adapter_key,
+    )
+
+
+async def _sampler_of(services: Services, caller: Caller, request: wire.SampleRequest) -> SamplerRow:
+    """The sampling session that a request names."""
+    if request.sampling_session_id is None:
+        raise InvalidInputError(
+            "sampling_session_id: is missing; make one with create_sampling_session", field="sampling_session_id"
+        )
+    return await services.access.live_sampler(caller, request.sampling_session_id)
+
+
+HANDLERS: Handlers = {
+    "create_sampling_session": create_sampling_session,
+    "join_sampling_session": join_sampling_session,
+    "get_sampler": get_sampler,
+    "asample": asample,
+}
