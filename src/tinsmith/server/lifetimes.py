@@ -101,6 +101,8 @@ class Sweeper:
             statement("set_session_heartbeat", session_id=session_id, heartbeat_at=at)
             for session_id, at in services.heartbeats.items()
         ]
+        used, services.used = services.used, {}
+        beats += [statement("set_model_used", model_id=model_id, used_at=at) for model_id, at in used.items()]
         rows, services.telemetry[:] = list(services.telemetry), []
         batches = [statement("insert_telemetry", row) for row in rows]
         if batches:

@@ -48,6 +48,8 @@ class Services:
     """When each active session was last heard of."""
     telemetry: list[TelemetryRow] = field(default_factory=list)
     """Batches that the sweeper will write."""
+    used: dict[str, float] = field(default_factory=dict)
+    """When each model was last asked for something, where the store does not know yet."""
     saving: set[str] = field(default_factory=set)
     """Paths of checkpoints that are being written."""
 

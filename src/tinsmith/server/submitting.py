@@ -68,6 +68,7 @@ async def submit_training(services: Services, call: Call, kind: str, prepare: Pr
     model_id, number = numbers_of(call)
     row = await services.access.live_model(call.caller, model_id)
     run = await services.runs.get(row)
+    services.used[model_id] = services.clock()
     seq = number if number is not None else run.lane.allot()
     digest = digest_of(kind.encode(), call.body)
     if run.lane.knows(seq) or services.jobs.is_accepting(model_id, seq):

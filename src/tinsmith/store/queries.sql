@@ -168,12 +168,19 @@ SELECT * FROM models WHERE user_id = :user_id ORDER BY created_at DESC, model_id
 -- name: count_models_of_user
 SELECT COUNT(*) AS count FROM models WHERE user_id = :user_id;
 
--- name: models_of_project
-SELECT * FROM models WHERE project_id = :project_id ORDER BY created_at DESC, model_id DESC
+-- name: models_of_org_project
+SELECT * FROM models WHERE project_id = :project_id AND org_id = :org_id ORDER BY created_at DESC, model_id DESC
 LIMIT :limit OFFSET :offset;
 
--- name: count_models_of_project
-SELECT COUNT(*) AS count FROM models WHERE project_id = :project_id;
+-- name: count_models_of_org_project
+SELECT COUNT(*) AS count FROM models WHERE project_id = :project_id AND org_id = :org_id;
+
+-- name: models_of_user_project
+SELECT * FROM models WHERE project_id = :project_id AND org_id = :org_id AND user_id = :user_id
+ORDER BY created_at DESC, model_id DESC LIMIT :limit OFFSET :offset;
+
+-- name: count_models_of_user_project
+SELECT COUNT(*) AS count FROM models WHERE project_id = :project_id AND org_id = :org_id AND user_id = :user_id;
 
 -- Samplers -------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,241 @@
+"""Endpoints of our own, outside the protocol: health, metrics, schema, tokenizers, token streams, quota, downloads.
+
+Clients learn of those that concern them from the `tinsmith` object in the answer to client/config.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from tinsmith.engine.base import TokenEvent
+from tinsmith.errors import InvalidInputError, TinkerError
+from tinsmith.server.calls import JSON
+from tinsmith.server.http import read_body, refusal, unpacked
+from tinsmith.server.identity import Caller
+from tinsmith.server.openapi import openapi
+from tinsmith.server.promises import Outcome
+from tinsmith.server.refusals import UnknownResourceError
+from tinsmith.server.routes.futures import position_of
+from tinsmith.server.routes.sampling import submit_sample
+from tinsmith.server.routes.training import card_of
+from tinsmith.server.services import Services
+from tinsmith.server.signing import DOWNLOAD_PREFIX
+from tinsmith.version import __version__
+from tinsmith.wire import json_codec, proto_sampling
+from tinsmith.wire.sampling import SampleRequest
+
+PREFIX = "/tinsmith/v1"
+KEEP_ALIVE_S = 10.0
+"""A silent stream says where it stands this often."""
+
+
+def extension_routes(services: Services) -> list[Route]:
+    """The routes, bound to a server."""
+    extensions = Extensions(services)
+    return [
+        Route("/healthz", extensions.healthz),
+        Route("/readyz", extensions.readyz),
+        Route("/metrics", extensions.metrics),
+        Route("/openapi.json", extensions.openapi),
+        Route(f"{PREFIX}/version", extensions.version),
+        Route(f"{PREFIX}/tokenizer", extensions.tokenizer),
+        Route(f"{PREFIX}/quota", extensions.quota),
+        Route(f"{PREFIX}/status", extensions.status),
+        Route(f"{PREFIX}/sample_stream", extensions.sample_stream, methods=["POST"]),
+        Route(DOWNLOAD_PREFIX + "{name:path}", extensions.download),
+    ]
+
+
+class Extensions:
+    """Handlers with the server that they belong to."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def healthz(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def readyz(self, request: Request) -> Response:
+        status = self._services.backend.status
+        is_ready = status.state == "ready" and not self._services.is_draining
+        reason = "draining" if self._services.is_draining else status.reason
+        return _json({"status": status.state, "reason": reason}, 200 if is_ready else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Open on loopback; elsewhere it needs a key."""
+        if not self._services.config.is_loopback:
+            try:
+                await self._caller(request)
+            except TinkerError as error:
+                return _refused(error)
+        return Response(self._services.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        return Response(openapi(), media_type=JSON)
+
+    async def version(self, request: Request) -> Response:
+        return _json({"tinsmith": __version__})
+
+    async def tokenizer(self, request: Request) -> Response:
+        try:
+            await self._caller(request)
+            card = card_of(self._services, request.query_params.get("model", ""))
+            if card.tokenizer_directory is None:
+                raise UnknownResourceError(f"this server has no tokenizer for {card.name}")
+            files = await asyncio.to_thread(_tokenizer_files, Path(card.tokenizer_directory))
+        except TinkerError as error:
+            return _refused(error)
+        return _json(files)
+
+    async def quota(self, request: Request) -> Response:
+        try:
+            caller = await self._caller(request)
+        except TinkerError as error:
+            return _refused(error)
+        queued = self._services.jobs.queued_by_org.get(caller.org_id, 0)
+        return _json(self._services.admission.remaining(caller, queued))
+
+    async def status(self, request: Request) -> Response:
+        """What the server does now, for `tinsmith status`."""
+        try:
+            caller = await self._caller(request)
+        except TinkerError as error:
+            return _refused(error)
+        services = self._services
+        sessions = [row for row in services.access.sessions.values() if caller.sees(row.org_id)]
+        runs = [run for run in services.runs.all() if caller.sees(run.row.org_id)]
+        return _json(
+            {
+                "version": __version__,
+                "engine": {"state": services.backend.status.state, "reason": services.backend.status.reason},
+                "models": [card.name for card in services.backend.cards()],
+                "queued": services.jobs.queued_by_org.get(caller.org_id, 0),
+                "sessions": [
+                    {
+                        "session_id": row.session_id,
+                        "heartbeat_age_s": services.clock() - services.heartbeats.get(row.session_id, row.heartbeat_at),
+                        "expires_after_s": services.config.session_timeout_s,
+                    }
+                    for row in sessions
+                ],
+                "runs": [
+                    {"model_id": run.row.model_id, "base_model": run.row.base_model, "fault": run.row.fault}
+                    for run in runs
+                ],
+            }
+        )
+
+    async def sample_stream(self, request: Request) -> Response:
+        """A sample as server-sent events: `token` for each piece, `wait` while nothing comes, then `done`."""
+        services = self._services
+        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
+        try:
+            caller = await self._caller(request)
+            caller.need("sample")
+            headers = dict(request.headers)
+            raw = await read_body(
+                request.receive, headers, services.config.max_body_bytes, services.config.body_timeout_s
+            )
+            body = unpacked(raw, headers, services.config.max_unpacked_bytes)
+            sample = json_codec.decode(body, SampleRequest)
+            request_id = await submit_sample(services, caller, body, sample, events.put_nowait)
+        except TinkerError as error:
+            return _refused(error)
+        return StreamingResponse(
+            self._stream(request_id, events), media_type="text/event-stream", headers={"cache-control": "no-store"}
+        )
+
+    async def _stream(self, request_id: str, events: asyncio.Queue[TokenEvent]) -> AsyncIterator[bytes]:
+        services = self._services
+        promise = services.broker.pending(request_id)
+        outcome: asyncio.Task[Outcome | None] | None = None
+        try:
+            if promise is not None:
+                outcome = asyncio.create_task(services.broker.wait(promise, 24 * 3600.0))
+            while outcome is not None and not (outcome.done() and events.empty()):
+                getting = asyncio.create_task(events.get())
+                done, _ = await asyncio.wait(
+                    {getting, outcome} if not outcome.done() else {getting},
+                    timeout=KEEP_ALIVE_S,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+                if getting in done:
+                    yield _token(getting.result())
+                    continue
+                getting.cancel()
+                if not done and promise is not None:
+                    position = position_of(services, promise)
+                    yield _event("wait", {"ahead": position.ahead, "reason": position.reason})
+            yield await self._last(request_id, outcome.result() if outcome is not None else None)
+        finally:
+            if outcome is not None and not outcome.done():
+                outcome.cancel()
+                services.samples.cancel(request_id)
+
+    async def _last(self, request_id: str, outcome: Outcome | None) -> bytes:
+        if outcome is None:
+            recent = self._services.broker.recent(request_id)
+            outcome = recent[1] if recent is not None else None
+        if outcome is None:
+            return _event("error", {"error": "the result is gone", "category": "server"})
+        if outcome.is_error:
+            return _event("error", msgspec.json.decode(outcome.body))
+        response = proto_sampling.decode_response(outcome.body)
+        sequences = [{"stop_reason": sequence.stop_reason} for sequence in response.sequences]
+        return _event("done", {"sequences": sequences})
+
+    async def download(self, request: Request) -> Response:
+        """A file behind a signed address; ranges work, so downloads can be resumed."""
+        name = request.path_params["name"]
+        query = request.query_params
+        try:
+            self._services.signer.check(name, query.get("expires", ""), query.get("signature", ""))
+            path = self._services.files.resolve(name)
+        except InvalidInputError:
+            return _refused(UnknownResourceError(f"{name!r} is gone"))
+        except TinkerError as error:
+            return _refused(error)
+        return FileResponse(path, filename=path.name.lstrip("."))
+
+    async def _caller(self, request: Request) -> Caller:
+        kind, _, bearer = request.headers.get("authorization", "").partition(" ")
+        credential = request.headers.get("x-api-key") or (bearer if kind.lower() == "bearer" else None)
+        caller = await self._services.authenticator.caller(credential)
+        self._services.admission.check_rate(caller)
+        return caller
+
+
+def _tokenizer_files(directory: Path) -> dict[str, Any]:
+    """The files of a tokenizer as one object."""
+    answer: dict[str, Any] = {"tokenizer_json": (directory / "tokenizer.json").read_text()}
+    with contextlib.suppress(FileNotFoundError):
+        answer["tokenizer_config"] = msgspec.json.decode((directory / "tokenizer_config.json").read_bytes())
+    with contextlib.suppress(FileNotFoundError):
+        answer["chat_template"] = (directory / "chat_template.jinja").read_text()
+    return answer
+
+
+def _token(event: TokenEvent) -> bytes:
+    return _event("token", {"index": event.sample, "tokens": list(event.tokens), "logprobs": list(event.logprobs)})
+
+
+def _event(name: str, data: Any) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(data))
+
+
+def _json(answer: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(answer), status, media_type=JSON)
+
+
+def _refused(error: TinkerError) -> Response:
+    answer = refusal(error)
+    return Response(answer.body, answer.status, dict(answer.headers), media_type=JSON)
