@@ -1,13 +1,41 @@
-"""Entry point of the `tinsmith` command."""
+"""The command line: one file per command, loaded when it is called."""
 
 from __future__ import annotations
+
+import importlib
 
 import click
 
 from tinsmith.version import PROTOCOL_VERSION, __version__
 
+COMMANDS = {
+    "serve": ("tinsmith.cli.serve", "serve", "Run a Tinker server for official and own clients."),
+    "key": ("tinsmith.cli.key", "key", "Keys of a server: create, list, revoke."),
+}
+"""Name of a command, where it is, and what the overview says about it."""
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class LazyGroup(click.Group):
+    """Commands of the table are imported when they are needed; the overview needs none of them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted([*COMMANDS, *super().list_commands(ctx)])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module, name, _ = COMMANDS[cmd_name]
+        command: click.Command = getattr(importlib.import_module(module), name)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, text) for name, (_, _, text) in COMMANDS.items()]
+        rows += [(name, command.get_short_help_str(80)) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(rows))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tinsmith")
 def main() -> None:
     """Train and sample language models through the Tinker protocol."""

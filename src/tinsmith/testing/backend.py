@@ -12,7 +12,7 @@ import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -237,3 +237,10 @@ class MemoryBackend:
             self._end(entry, BackendLostError(f"job {entry.job.job_id} did not finish: {why}"))
             if not entry.future.cancelled():
                 entry.future.exception()  # marks it as seen: whoever waits is told, nobody need be waiting
+
+
+def memory_backend(config: Any) -> MemoryBackend:
+    """For `tinsmith serve --backend tinsmith.testing.backend:memory_backend`; logs executions to the data directory."""
+    names = [model.partition("=")[0] for model in config.models]
+    cards = [msgspec.structs.replace(ARITHMETIC, name=name) for name in names] or [ARITHMETIC]
+    return MemoryBackend(cards, log_path=config.data_dir / "executions.jsonl")

@@ -235,8 +235,10 @@ def new_training(service: Any, client: Any, model: str) -> None:
     step("optim_step without parameters", lambda: client.optim_step().result())
     explicit = types.AdamParams(learning_rate=0.1, beta1=0.8, beta2=0.9, eps=1e-8, weight_decay=0.1, grad_clip_norm=1.0)
     step("optim_step explicit", lambda: client.optim_step(explicit).result())
-    dimuon = service.create_lora_training_client(model, rank=4, optimizer=types.DimuonOptimizerConfig())
-    step("optim_step Dimuon", lambda: dimuon.optim_step(types.DimuonParams(learning_rate=0.1)).result())
+    config = types.DimuonOptimizerConfig()
+    dimuon = step("create Dimuon", lambda: service.create_lora_training_client(model, rank=4, optimizer=config))
+    if dimuon is not None:
+        step("optim_step Dimuon", lambda: dimuon.optim_step(types.DimuonParams(learning_rate=0.1)).result())
     ranks = {"logprobs": 1, "weights": 1}
     handle = step("create_custom_loss", lambda: service.create_custom_loss(weighted, ranks).result())
     step("forward_backward_custom handle", lambda: client.forward_backward_custom(list_data(), handle).result().metrics)

@@ -1,0 +1,155 @@
+"""`tinsmith key`: make, list and revoke API keys, directly on a server's data directory or database."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tinsmith.cli.serve import NEEDS_SERVER
+from tinsmith.errors import TinkerError
+from tinsmith.server_config import ServerConfig
+
+T = TypeVar("T")
+
+_DAY_S = 86_400
+
+
+@click.group()
+def key() -> None:
+    """Keys of a server: create, list, revoke."""
+
+
+_data_dir = click.option("--data-dir", type=click.Path(path_type=Path, file_okay=False), help="The server's directory.")
+_database = click.option("--database", metavar="URL", help="The server's database, if it is not in the directory.")
+_format = click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
+
+
+@key.command()
+@click.argument("name")
+@click.option("--org", default="local", show_default=True, help="Organisation; tenants are strangers to one another.")
+@click.option("--user", default=None, help="Holder of the key.  [default: NAME, or local in org local]")
+@click.option("--email", help="Shown by whoami.")
+@click.option("--project", help="Project of the key's sessions.")
+@click.option("--scope", "scopes", multiple=True, help="all, train, sample, read, admin; may be repeated.")
+@click.option("--note", default="", help="For your own memory.")
+@click.option("--expires-days", type=click.FloatRange(min=0, min_open=True), help="Days until it stops working.")
+@click.option("--requests-per-minute", type=click.IntRange(min=1))
+@click.option("--tokens-per-day", type=click.IntRange(min=1))
+@_data_dir
+@_database
+@_format
+def create(name: str, org: str, user: str | None, form: str, **options: Any) -> None:
+    """Make a key. It is shown once and kept only as a digest."""
+    days = options.pop("expires_days")
+    data_dir, database = options.pop("data_dir"), options.pop("database")
+    now = time.time()
+
+    async def make(store: Any) -> Any:
+        from tinsmith.server.keys import create_key
+
+        return await create_key(
+            store,
+            name=name,
+            now=now,
+            org=org,
+            user=user or ("local" if org == "local" else name),
+            scopes=options.pop("scopes") or ("all",),
+            expires_at=now + days * _DAY_S if days is not None else None,
+            **options,
+        )
+
+    made = _with_store(data_dir, database, make)
+    if form == "json":
+        click.echo(json.dumps({"key_id": made.row.key_id, "key": made.key, "name": name, "org": org}, indent=2))
+        return
+    click.echo(made.key)
+    click.echo(f"key {made.row.key_id} ({name}, {org}); it is not shown again", err=True)
+
+
+@key.command(name="list")
+@_data_dir
+@_database
+@_format
+def list_keys(data_dir: Path | None, database: str | None, form: str) -> None:
+    """List keys, by their hints."""
+
+    async def read(store: Any) -> Any:
+        from tinsmith.store.rows import KeyRow
+
+        return await store.read(KeyRow, "keys")
+
+    rows = _with_store(data_dir, database, read)
+    if form == "json":
+        shown = [{name: value for name, value in row.parameters().items() if name != "digest"} for row in rows]
+        click.echo(json.dumps({"keys": shown}, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("Key ID", "Name", "Hint", "Org", "User", "Scopes", "Created", "Expires", "State")
+    for row in rows:
+        state = "revoked" if row.revoked_at is not None else "expired" if _is_over(row.expires_at) else "active"
+        scopes = ", ".join(json.loads(row.scopes))
+        table.add_row(
+            str(row.key_id), row.name, row.hint, row.org_id, row.user_id, scopes, _day(row.created_at),
+            _day(row.expires_at), state,
+        )  # fmt: skip
+    Console().print(table)
+
+
+@key.command()
+@click.argument("key_id", type=int)
+@_data_dir
+@_database
+def revoke(key_id: int, data_dir: Path | None, database: str | None) -> None:
+    """Revoke a key; a running server notices within two seconds."""
+
+    async def end(store: Any) -> int:
+        from tinsmith.store.base import statement
+
+        touched: int = await store.write(statement("revoke_key", key_id=key_id, revoked_at=time.time()))
+        return touched
+
+    if not _with_store(data_dir, database, end):
+        raise click.ClickException(f"there is no active key {key_id}; see 'tinsmith key list'")
+    click.echo(f"key {key_id} is revoked")
+
+
+def _with_store(data_dir: Path | None, database: str | None, act: Callable[[Any], Awaitable[T]]) -> T:
+    try:
+        config = ServerConfig.from_env(os.environ, data_dir=data_dir, database=database)
+        from tinsmith.store.open import open_store
+    except ImportError as error:
+        raise click.ClickException(f"{NEEDS_SERVER} ({error})") from None
+    except TinkerError as error:
+        raise click.ClickException(str(error)) from None
+
+    async def run() -> T:
+        config.data_dir.mkdir(parents=True, exist_ok=True)
+        store = open_store(config.database_url)
+        await store.open()
+        try:
+            return await act(store)
+        finally:
+            await store.close()
+
+    try:
+        return asyncio.run(run())
+    except TinkerError as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _is_over(moment: float | None) -> bool:
+    return moment is not None and moment <= time.time()
+
+
+def _day(moment: float | None) -> str:
+    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M") if moment is not None else "-"
