@@ -14,11 +14,15 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFICIAL = ROOT / ".official"
-RELEASES = [
-    line.strip()
-    for line in (Path(__file__).parent / "official" / "releases.txt").read_text().splitlines()
-    if line.strip() and not line.startswith("#")
-]
+
+
+def _listed(name: str) -> list[str]:
+    lines = (Path(__file__).parent / "official" / name).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+RELEASES = _listed("releases.txt")
+SERVED_RELEASES = sorted([*RELEASES, *_listed("served.txt")], key=lambda release: [int(n) for n in release.split(".")])
 NEWEST = RELEASES[-1]
 
 
