@@ -115,7 +115,7 @@ def test_a_forked_process_is_told_to_open_its_own(tmp_path: Path) -> None:
 def test_a_full_database_refuses_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
     async def scenario(store: SqliteStore) -> None:
         await store.write(statement("insert_key", make.key()))
-        rows = [make.job(seq=seq, state="done", job=bytes(100_000)) for seq in range(20)]
+        rows = [make.job(seq=seq, state="done", job=bytes(400_000)) for seq in range(20)]
         writes = [store.write(statement("insert_job", row)) for row in rows]
         outcomes = await asyncio.gather(*writes, return_exceptions=True)
         full = [outcome for outcome in outcomes if isinstance(outcome, StorageFullError)]
@@ -126,23 +126,23 @@ def test_a_full_database_refuses_and_goes_on_when_there_is_room(tmp_path: Path) 
         assert "Free some on its disk" in str(full[0])
         assert len(await store.read(JobRow, "jobs_of_lane_after", lane="model-1", seq=-1, limit=99)) == stored
         await store.write(statement("prune_journal", lane="model-1", seq=99))
-        assert await store.write(statement("insert_job", make.job(seq=50, job=bytes(100_000)))) == 1
+        assert await store.write(statement("insert_job", make.job(seq=50, job=bytes(400_000)))) == 1
 
-    run(sqlite_stores(tmp_path), scenario, max_bytes=2**20)
+    run(sqlite_stores(tmp_path), scenario, max_bytes=2**22)
 
 
 def test_small_writes_are_stored_beside_one_that_does_not_fit(tmp_path: Path) -> None:
     async def scenario(store: SqliteStore) -> None:
         outcomes = await asyncio.gather(
             store.write(statement("insert_job", make.job(seq=1))),
-            store.write(statement("insert_job", make.job(seq=2, job=bytes(2**21)))),
+            store.write(statement("insert_job", make.job(seq=2, job=bytes(2**23)))),
             store.write(statement("insert_job", make.job(seq=3))),
             return_exceptions=True,
         )
         assert outcomes[0] == outcomes[2] == 1
         assert isinstance(outcomes[1], StorageFullError)
 
-    run(sqlite_stores(tmp_path), scenario, max_bytes=2**20)
+    run(sqlite_stores(tmp_path), scenario, max_bytes=2**22)
 
 
 def test_a_locked_database_is_reported_and_can_still_be_read(tmp_path: Path) -> None:
