@@ -1,4 +1,4 @@
-"""Releases of the official SDK, each behind a process that answers questions about it."""
+"""Releases of the official SDK, each behind a process that answers questions about it; and stores of each kind."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.postgres import PostgresMissingError, PostgresServer
+from support.stores import MakeStore, memory_stores, postgres_stores, sqlite_stores
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFICIAL = ROOT / ".official"
@@ -105,3 +107,32 @@ def official(request: pytest.FixtureRequest) -> Official:
 @pytest.fixture
 def newest() -> Official:
     return _official(NEWEST)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL of the tests' own."""
+    try:
+        server = PostgresServer()
+    except PostgresMissingError as error:
+        pytest.fail(str(error))
+    yield server
+    server.close()
+
+
+@pytest.fixture(params=["memory", "sqlite", "postgres"])
+def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
+    """Each kind of store in turn, on an empty database."""
+    if request.param == "memory":
+        return memory_stores()
+    if request.param == "sqlite":
+        return sqlite_stores(tmp_path)
+    return postgres_stores(request.getfixturevalue("postgres").database())
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def make_lasting_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
+    """The kinds of store that outlive their process."""
+    if request.param == "sqlite":
+        return sqlite_stores(tmp_path)
+    return postgres_stores(request.getfixturevalue("postgres").database())

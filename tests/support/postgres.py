@@ -22,6 +22,7 @@ import psycopg
 _SETTINGS = {
     "fsync": "off",
     "full_page_writes": "off",
+    "deadlock_timeout": "20ms",
     "max_connections": "50",
     "shared_buffers": "16MB",
     "listen_addresses": "127.0.0.1",

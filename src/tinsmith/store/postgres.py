@@ -87,7 +87,11 @@ class PostgresStore:
             raise StoreError(f"{self.where}: the store is open already")
         self._process_id = os.getpid()
         self._is_closing = False
-        await self._persist(self._migrate)
+        try:
+            await self._persist(self._migrate)
+        except BaseException:
+            await self._drop_writing()
+            raise
         self._task = asyncio.create_task(self._write_groups(), name="tinsmith-store-writer")
 
     async def close(self) -> None:
@@ -399,6 +403,9 @@ def described(dsn: str) -> str:
     """A DSN in words, without its password."""
     try:
         parts = psycopg.conninfo.conninfo_to_dict(dsn)
-    except psycopg.ProgrammingError as error:
-        raise StoreError(f"the database's DSN cannot be read: {str(error).strip()}") from None
-    return f"postgresql://{parts.get('host', 'localhost')}/{parts.get('dbname', '')}"
+    except psycopg.ProgrammingError:
+        raise StoreError(
+            "the database's DSN cannot be read; write postgresql://user:password@host:port/database"
+        ) from None
+    port = f":{parts['port']}" if parts.get("port") else ""
+    return f"postgresql://{parts.get('host') or 'localhost'}{port}/{parts.get('dbname') or ''}"

@@ -478,4 +478,5 @@ SELECT * FROM telemetry ORDER BY telemetry_id DESC LIMIT :limit;
 
 -- Keeps the newest `keep` rows.
 -- name: prune_telemetry
-DELETE FROM telemetry WHERE telemetry_id <= (SELECT MAX(telemetry_id) FROM telemetry) - :keep;
+DELETE FROM telemetry WHERE telemetry_id < (
+    SELECT MIN(telemetry_id) FROM (SELECT telemetry_id FROM telemetry ORDER BY telemetry_id DESC LIMIT :keep) AS newest);

@@ -25,6 +25,11 @@ from tinsmith.store.threads import Outbox, Queue, Reader, Task, Writer
 OLDEST_SQLITE = (3, 37, 0)
 """The first with STRICT tables; RETURNING is older."""
 
+PAGE_BYTES = 16384
+"""Of a new file. A payload of 4 MB is written in two thirds of the time that SQLite's default of 4096 takes."""
+CHECKPOINT_PAGES = 1000
+"""Pages in the log before they are moved to the file: 16 MB."""
+
 MEMORY = ":memory:"
 
 _QUERIES: Mapping[str, Query] = load_queries("?")
@@ -173,9 +178,10 @@ class SqliteStore:
             check_same_thread=False,
             cached_statements=len(_QUERIES) + 10,
         )
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA wal_autocheckpoint = 4000")
+        connection.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_PAGES}")
         connection.execute(f"PRAGMA journal_size_limit = {64 * 2**20}")
         if self._max_bytes is not None:
             (page_bytes,) = connection.execute("PRAGMA page_size").fetchone()

@@ -129,8 +129,16 @@ def read(task: Task, connection: sqlite3.Connection, explain: Explain) -> Outcom
         return task.future, None, error
 
 
+class _HalfDoneError(Exception):
+    """A statement of a caller failed behind others of the same caller."""
+
+
 class Writer(threading.Thread):
-    """Runs writes in the order of its queue, in groups; None ends it when all before that is done."""
+    """Runs writes in the order of its queue, in groups; None ends it when all before that is done.
+
+    A group runs without savepoints first. Only if a caller's later statement fails, it is rolled back and run again
+    with one around each caller: every statement hands over Python's lock several times, so fewer are faster.
+    """
 
     def __init__(self, connection: sqlite3.Connection, outbox: Outbox, explain: Explain) -> None:
         super().__init__(name="tinsmith-store-writer", daemon=True)
@@ -165,13 +173,16 @@ class Writer(threading.Thread):
             pass
         return group
 
-    def _commit(self, group: Sequence[Task]) -> list[Outcome]:
+    def _commit(self, group: Sequence[Task], *, is_careful: bool = False) -> list[Outcome]:
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = [self._run(task) for task in group]
+            outcomes = [self._run(task, is_careful=is_careful) for task in group]
             self._connection.execute("COMMIT")
             self.commits += 1
             return outcomes
+        except _HalfDoneError:
+            self._roll_back()
+            return self._commit(group, is_careful=True)
         except sqlite3.Error as error:
             self._roll_back()
             if len(group) > 1 and _code(error) == sqlite3.SQLITE_FULL:
@@ -182,20 +193,22 @@ class Writer(threading.Thread):
             )
             return [(task.future, None, self._explain(error)) for task in group]
 
-    def _run(self, task: Task) -> Outcome:
-        """One caller's statements. SQLite undoes a single failed statement by itself; several need a savepoint."""
-        is_several = len(task.statements) > 1
-        if is_several:
+    def _run(self, task: Task, *, is_careful: bool) -> Outcome:
+        """One caller's statements. SQLite undoes a failed statement by itself; those before it need a savepoint."""
+        is_saved = is_careful and len(task.statements) > 1
+        if is_saved:
             self._connection.execute("SAVEPOINT caller")
         try:
             outcome: Outcome = task.future, task.run(self._connection), None
         except Exception as error:
             if isinstance(error, sqlite3.Error) and not self._is_of_the_caller(error):
                 raise
-            if is_several:
+            if len(task.statements) > 1 and not is_saved:
+                raise _HalfDoneError from error
+            if is_saved:
                 self._connection.execute("ROLLBACK TO caller")
             outcome = task.future, None, self._explain(error) if isinstance(error, sqlite3.Error) else error
-        if is_several:
+        if is_saved:
             self._connection.execute("RELEASE caller")
         return outcome
 

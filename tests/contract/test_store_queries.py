@@ -1,0 +1,350 @@
+"""What the statements mean, on every engine: keys, lists, jobs, the journal, pruning, checkpoints, usage."""
+
+from __future__ import annotations
+
+import pytest
+from support import store_rows as make
+from support.stores import AnyStore, MakeStore, run
+
+from tinsmith.errors import ConstraintError
+from tinsmith.store import rows
+from tinsmith.store.base import Row, Value, statement
+
+ROUND_TRIPS: list[tuple[Row, str, str, dict[str, Value]]] = [
+    (make.org(), "insert_org", "org", {"org_id": "org-1"}),
+    (make.user(), "insert_user", "user", {"user_id": "user-1"}),
+    (make.user(email=None), "insert_user", "users_of_org", {"org_id": "org-1"}),
+    (make.project(), "insert_project", "project", {"project_id": "project-1"}),
+    (make.key(), "insert_key", "key", {"key_id": 1}),
+    (make.key(project_id=None, expires_at=None, tokens_per_day=None), "insert_key", "keys", {}),
+    (make.session(), "insert_session", "session", {"session_id": "session-1"}),
+    (
+        make.model(fault="lost", snapshot_directory="/s", snapshot_seq=4),
+        "insert_model",
+        "model",
+        {"model_id": "model-1"},
+    ),
+    (make.sampler(), "insert_sampler", "sampler", {"sampler_id": "sampler-1"}),
+    (make.job(), "insert_job", "job", {"request_id": "model-1:1"}),
+    (make.result(), "insert_result", "result", {"request_id": "model-1:1"}),
+    (make.checkpoint(), "put_checkpoint", "checkpoint", {"path": "tinker://model-1/weights/a"}),
+    (make.checkpoint(public=True, project_id=None), "put_checkpoint", "checkpoints_public", {"limit": 9, "offset": 0}),
+    (make.custom_loss(), "insert_custom_loss", "custom_loss", {"loss_id": "loss-1"}),
+    (make.usage(), "add_usage", "usage_of_org", {"org_id": "org-1", "since_hour": 100, "until_hour": 101}),
+    (make.audit(), "insert_audit", "audit_of_org", {"org_id": "org-1", "since": 16.0, "until": 16.5, "limit": 9}),
+    (make.telemetry(), "insert_telemetry", "telemetry_newest", {"limit": 9}),
+]
+
+
+@pytest.mark.parametrize(("row", "insert", "query", "parameters"), ROUND_TRIPS, ids=lambda value: str(value)[:20])
+def test_rows_come_back_as_they_were(
+    make_store: MakeStore, row: Row, insert: str, query: str, parameters: dict[str, Value]
+) -> None:
+    async def scenario(store: AnyStore) -> None:
+        await store.write(statement(insert, row))
+        assert await store.read(type(row), query, **parameters) == [row]
+
+    run(make_store, scenario)
+
+
+def test_every_row_type_of_a_table_makes_a_round_trip() -> None:
+    answers = {
+        rows.JobHeadRow,
+        rows.ResultHeadRow,
+        rows.StorageRow,
+        rows.CountRow,
+        rows.SizeRow,
+        rows.SeqRow,
+        rows.KeyIdRow,
+    }
+    declared = {value for value in vars(rows).values() if isinstance(value, type) and issubclass(value, Row)}
+    assert {type(row) for row, *_ in ROUND_TRIPS} == declared - answers - {Row}
+
+
+def test_keys(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        assert await store.read(rows.KeyIdRow, "next_key_id") == [rows.KeyIdRow(key_id=1)]
+        await store.write(*(statement("insert_key", make.key(key_id)) for key_id in (1, 2)))
+        await store.write(statement("insert_key", make.key(3, org_id="org-2")))
+        assert await store.read(rows.KeyIdRow, "next_key_id") == [rows.KeyIdRow(key_id=4)]
+        with pytest.raises(ConstraintError):
+            await store.write(statement("insert_key", make.key(4, digest="digest-1")))
+        assert [key.key_id for key in await store.read(rows.KeyRow, "key_by_digest", digest="digest-2")] == [2]
+        assert await store.read(rows.KeyRow, "key_by_digest", digest="digest") == []
+        assert [key.key_id for key in await store.read(rows.KeyRow, "keys_of_org", org_id="org-1")] == [1, 2]
+        assert await store.write(statement("revoke_key", key_id=2, revoked_at=5.0)) == 1
+        assert await store.write(statement("revoke_key", key_id=2, revoked_at=6.0)) == 0
+        assert (await store.read(rows.KeyRow, "key", key_id=2))[0].revoked_at == 5.0
+        assert await store.write(statement("delete_key", key_id=2)) == 1
+        assert [key.key_id for key in await store.read(rows.KeyRow, "keys")] == [1, 3]
+
+    run(make_store, scenario)
+
+
+LISTS = [
+    ("insert_session", make.session, rows.SessionRow, "sessions", "session_id", ("org", "user")),
+    ("insert_model", make.model, rows.ModelRow, "models", "model_id", ("org", "user", "project")),
+    ("put_checkpoint", make.checkpoint, rows.CheckpointRow, "checkpoints", "name", ("org", "user")),
+]
+
+
+@pytest.mark.parametrize(
+    ("insert", "maker", "row_type", "table", "key", "owner"),
+    [(*fields, owner) for *fields, owners in LISTS for owner in owners],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_lists_are_newest_first_in_pages_with_a_count(
+    make_store: MakeStore, insert: str, maker: type, row_type: type[Row], table: str, key: str, owner: str
+) -> None:
+    """b and c have the same age: the greater name counts as the newer, on every page."""
+
+    async def scenario(store: AnyStore) -> None:
+        for name, created_at in (("b", 2.0), ("a", 1.0), ("d", 3.0), ("c", 2.0), ("B", 2.0)):
+            await store.write(statement(insert, maker(name, created_at=created_at)))
+        await store.write(statement(insert, maker("other", org_id="o", user_id="u", project_id="p")))
+        listed = []
+        for offset in (0, 2, 4, 6):
+            parameters = {f"{owner}_id": f"{owner}-1", "limit": 2, "offset": offset}
+            page = await store.read(row_type, f"{table}_of_{owner}", **parameters)
+            listed += [getattr(row, key) for row in page]
+        assert listed == ["d", "c", "b", "B", "a"]
+        counted = await store.read(rows.CountRow, f"count_{table}_of_{owner}", **{f"{owner}_id": f"{owner}-1"})
+        assert counted == [rows.CountRow(count=5)]
+
+    run(make_store, scenario)
+
+
+def test_sessions(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        await store.write(*(statement("insert_session", make.session(name)) for name in ("a", "b", "c")))
+        beats = [("a", 20.0), ("b", 30.0), ("c", 1.0)]
+        await store.write(*(statement("set_session_heartbeat", session_id=i, heartbeat_at=at) for i, at in beats))
+        active = await store.read(rows.SessionRow, "sessions_active")
+        assert [(row.session_id, row.heartbeat_at) for row in active] == [("c", 6.0), ("a", 20.0), ("b", 30.0)]
+        silent = await store.read(rows.SessionRow, "sessions_silent", before=20.0)
+        assert [row.session_id for row in silent] == ["c"]
+        ended = make.session("c", status="expired", status_detail=None, detail="silent", ended_at=40.0)
+        assert await store.write(statement("set_session_status", ended)) == 1
+        assert await store.write(statement("set_session_project", session_id="c", project_id="project-2")) == 1
+        (found,) = await store.read(rows.SessionRow, "session", session_id="c")
+        assert (found.status, found.detail, found.ended_at, found.project_id) == (
+            "expired",
+            "silent",
+            40.0,
+            "project-2",
+        )
+        count = await store.read(rows.CountRow, "count_sessions_active_of_org", org_id="org-1")
+        assert count == [rows.CountRow(count=2)]
+
+    run(make_store, scenario)
+
+
+def test_models(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        await store.write(*(statement("insert_model", make.model(name)) for name in ("a", "b")))
+        await store.write(statement("insert_model", make.model("c", session_id="session-2")))
+        await store.write(
+            statement("set_model_used", model_id="a", used_at=99.0),
+            statement("set_model_used", model_id="b", used_at=1.0),
+            statement("set_model_fault", model_id="a", fault="first"),
+            statement("set_model_fault", model_id="a", fault="second"),
+            statement("set_model_snapshot", model_id="a", snapshot_directory="/5", snapshot_seq=5),
+            statement("set_model_snapshot", model_id="a", snapshot_directory="/4", snapshot_seq=4),
+        )
+        found = {
+            row.model_id: row for row in await store.read(rows.ModelRow, "models_of_session", session_id="session-1")
+        }
+        assert list(found) == ["a", "b"]
+        assert (found["a"].used_at, found["b"].used_at) == (99.0, 8.0)
+        assert (found["a"].fault, found["a"].snapshot_directory, found["a"].snapshot_seq) == ("first", "/5", 5)
+        assert await store.write(statement("unload_models_of_session", session_id="session-1")) == 2
+        assert [row.model_id for row in await store.read(rows.ModelRow, "models_live")] == ["c"]
+        await store.write(statement("set_model_state", model_id="a", state="live"))
+        count = await store.read(rows.CountRow, "count_models_live_of_org", org_id="org-1")
+        assert count == [rows.CountRow(count=2)]
+
+    run(make_store, scenario)
+
+
+def test_job_numbers(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        assert await store.read(rows.SeqRow, "highest_seq_of_lane", lane="model-1") == [rows.SeqRow(seq=-1)]
+        await store.write(*(statement("insert_job", make.job(seq=seq)) for seq in (7, 0, 3)))
+        assert await store.read(rows.SeqRow, "highest_seq_of_lane", lane="model-1") == [rows.SeqRow(seq=7)]
+        repeated = make.job(seq=3, request_id="another")
+        with pytest.raises(ConstraintError):
+            await store.write(statement("insert_job", repeated))
+        assert await store.write(statement("insert_job_if_absent", repeated)) == 0
+        assert await store.write(statement("insert_job_if_absent", make.job("model-2", 3))) == 1
+        assert await store.read(rows.JobRow, "job_by_number", lane="model-1", seq=3) == [make.job(seq=3)]
+        (head,) = await store.read(rows.JobHeadRow, "job_head_by_number", lane="model-1", seq=3)
+        assert (head.request_id, head.digest, head.size_bytes) == ("model-1:3", "d", 256)
+
+    run(make_store, scenario)
+
+
+def test_job_states_and_queues(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        numbers = [("b", 1, "org-1"), ("a", 10, "org-1"), ("a", 9, "org-1"), ("c", 5, "org-2"), ("a", 8, "org-1")]
+        await store.write(*(statement("insert_job", make.job(lane, seq, org_id=org)) for lane, seq, org in numbers))
+        await store.write(statement("insert_job", make.job("a", 7, state="refused", job=b"")))
+        assert await store.write(statement("set_job_state", request_id="a:8", state="done")) == 1
+        assert await store.write(statement("set_job_state", request_id="a:8", state="failed")) == 0
+        assert (await store.read(rows.JobRow, "job", request_id="a:8"))[0].state == "done"
+        queued = await store.read(rows.JobRow, "jobs_queued")
+        assert [row.request_id for row in queued] == ["a:9", "a:10", "b:1", "c:5"]
+        heads = await store.read(rows.JobHeadRow, "job_heads_queued")
+        assert [row.request_id for row in heads] == ["b:1", "c:5", "a:9", "a:10"]
+        count = await store.read(rows.CountRow, "count_jobs_queued_of_org", org_id="org-1")
+        assert count == [rows.CountRow(count=3)]
+        heads = await store.read(rows.JobHeadRow, "job_heads_of_session", session_id="session-1")
+        assert [row.request_id for row in heads] == ["b:1", "c:5", "a:7", "a:8", "a:9", "a:10"]
+
+    run(make_store, scenario)
+
+
+def test_the_journal_is_in_order_and_can_be_cut(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        for seq in (5, 1, 4, 2, 3):
+            state = "queued" if seq > 3 else "done"
+            await store.write(statement("insert_job", make.job(seq=seq, state=state, job=bytes([seq]) * 10)))
+        page = await store.read(rows.JobRow, "jobs_of_lane_after", lane="model-1", seq=1, limit=3)
+        assert [(row.seq, row.job[:1]) for row in page] == [(2, b"\2"), (3, b"\3"), (4, b"\4")]
+        size = await store.read(rows.SizeRow, "journal_bytes_of_lane", lane="model-1", seq=1)
+        assert size == [rows.SizeRow(size_bytes=40)]
+        assert await store.write(statement("prune_journal", lane="model-1", seq=4)) == 3
+        assert await store.write(statement("prune_journal", lane="model-1", seq=4)) == 0
+        left = await store.read(rows.JobRow, "jobs_of_lane_after", lane="model-1", seq=-1, limit=9)
+        assert [len(row.job) for row in left] == [0, 0, 0, 10, 10]
+
+    run(make_store, scenario)
+
+
+def test_the_first_result_stays(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        await store.write(statement("insert_job", make.job()))
+        assert await store.write(statement("insert_result", make.result())) == 1
+        assert await store.write(statement("insert_result", make.result(body=b"other"))) == 0
+        (head,) = await store.read(rows.ResultHeadRow, "result_head", request_id="model-1:1")
+        assert (head.encoding, head.size_bytes) == ("protobuf", 8)
+        assert await store.read(rows.ResultHeadRow, "result_heads_of_session", session_id="session-1") == [head]
+        assert await store.read(rows.SizeRow, "result_bytes") == [rows.SizeRow(size_bytes=8)]
+
+    run(make_store, scenario)
+
+
+def test_pruning_takes_ended_sessions_but_not_what_is_needed(make_store: MakeStore) -> None:
+    """Kept: sessions that go on or ended lately, queued jobs, and the journal of a model that is still live."""
+
+    async def scenario(store: AnyStore) -> None:
+        sessions = {"old": 10.0, "late": 30.0, "active": None}
+        for name, ended_at in sessions.items():
+            await store.write(statement("insert_session", make.session(name, ended_at=ended_at)))
+            for seq, state in enumerate(("done", "failed", "queued")):
+                job = make.job(f"{name}-model", seq, session_id=name, state=state)
+                await store.write(statement("insert_job", job), statement("insert_result", make.result(job.request_id)))
+        await store.write(
+            statement("insert_model", make.model("live", session_id="old")),
+            statement("insert_model", make.model("old-model", session_id="old", state="unloaded")),
+            statement("insert_job", make.job("live", 1, session_id="old", state="done")),
+            statement("insert_result", make.result("live:1")),
+        )
+        old = {"before": 20.0, "limit": 1}
+        for touched in (2, 2, 0):
+            done = await store.write(statement("prune_results", **old), statement("prune_jobs", **old))
+            assert done == touched
+        left = [
+            row.request_id
+            for name in sessions
+            for row in await store.read(rows.JobHeadRow, "job_heads_of_session", session_id=name)
+        ]
+        assert left == [
+            "live:1",
+            "old-model:2",
+            *(f"{name}-model:{seq}" for name in ("late", "active") for seq in range(3)),
+        ]
+        results = [await store.read(rows.ResultRow, "result", request_id=request_id) for request_id in left]
+        assert all(results)
+        assert await store.read(rows.ResultRow, "result", request_id="old-model:0") == []
+
+    run(make_store, scenario)
+
+
+def test_checkpoints(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        a, b, c = (make.checkpoint(name, expires_at=at) for name, at in (("a", 30.0), ("b", 10.0), ("c", None)))
+        await store.write(*(statement("put_checkpoint", row) for row in (a, b, c)))
+        again = make.checkpoint("a", digest="new", size_bytes=5, expires_at=30.0)
+        assert await store.write(statement("put_checkpoint", again)) == 1
+        assert await store.read(rows.CheckpointRow, "checkpoints_of_model", model_id="model-1") == [again, b, c]
+        assert await store.read(rows.CheckpointRow, "checkpoints_of_session", session_id="session-1") == [again, b, c]
+        assert await store.read(rows.CheckpointRow, "checkpoints_expired", before=30.0, limit=5) == [b]
+        await store.write(
+            statement("set_checkpoint_public", path=a.path, public=True),
+            statement("set_checkpoint_expires_at", path=b.path, expires_at=None),
+        )
+        public = await store.read(rows.CheckpointRow, "checkpoints_public", limit=5, offset=0)
+        assert [(row.name, row.public) for row in public] == [("a", True)]
+        assert await store.read(rows.CheckpointRow, "checkpoints_expired", before=30.0, limit=5) == []
+        assert await store.write(statement("delete_checkpoint", path=b.path)) == 1
+        assert await store.read(rows.CheckpointRow, "checkpoint", path=b.path) == []
+        assert await store.read(rows.SizeRow, "checkpoint_bytes") == [rows.SizeRow(size_bytes=2**33 + 5)]
+
+    run(make_store, scenario)
+
+
+def test_storage_is_added_up(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        owners = [("p", "u", 2**40), ("p", "u", 1), ("p", "v", 2), (None, "u", 3)]
+        for index, (project, user, size) in enumerate(owners):
+            row = make.checkpoint(str(index), project_id=project, user_id=user, size_bytes=size)
+            await store.write(statement("put_checkpoint", row))
+        in_p = [
+            rows.StorageRow(project_id="p", user_id="u", count=2, size_bytes=2**40 + 1),
+            rows.StorageRow(project_id="p", user_id="v", count=1, size_bytes=2),
+        ]
+        outside = rows.StorageRow(project_id=None, user_id="u", count=1, size_bytes=3)
+        assert await store.read(rows.StorageRow, "storage_of_org", org_id="org-1") == [*in_p, outside]
+        assert await store.read(rows.StorageRow, "storage_of_project", org_id="org-1", project_id="p") == in_p
+        (whole,) = await store.read(rows.StorageRow, "storage_of_session", session_id="session-1")
+        assert (whole.count, whole.size_bytes) == (4, 2**40 + 6)
+        (nothing,) = await store.read(rows.StorageRow, "storage_of_session", session_id="other")
+        assert (nothing.count, nothing.size_bytes) == (0, 0)
+
+    run(make_store, scenario)
+
+
+def test_usage_adds_up_by_hour_and_kind(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        for hour, kind, amount in ((1, "training", 5), (1, "training", 6), (1, "storage", 9), (2, "sampled", 1)):
+            await store.write(statement("add_usage", make.usage(hour, kind=kind, amount=amount)))
+        await store.write(statement("add_usage", make.usage(1, org_id="org-2")))
+        found = await store.read(rows.UsageRow, "usage_of_org", org_id="org-1", since_hour=1, until_hour=2)
+        assert [(row.kind, row.amount) for row in found] == [("storage", 9), ("training", 11)]
+        spent = await store.read(rows.CountRow, "tokens_of_user", org_id="org-1", user_id="user-1", since_hour=1)
+        assert spent == [rows.CountRow(count=12)]
+
+    run(make_store, scenario)
+
+
+def test_audit_by_day_and_group(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        entries = [(10.0, "projects"), (11.0, "teams"), (19.99, "projects"), (20.0, "projects")]
+        await store.write(*(statement("insert_audit", make.audit(at, group_name=group)) for at, group in entries))
+        await store.write(statement("insert_audit", make.audit(12.0, org_id="org-2")))
+        day = {"org_id": "org-1", "since": 10.0, "until": 20.0, "limit": 10}
+        assert [row.at for row in await store.read(rows.AuditRow, "audit_of_org", **day)] == [19.99, 11.0, 10.0]
+        group = await store.read(rows.AuditRow, "audit_of_group", group_name="projects", **day)
+        assert [row.at for row in group] == [19.99, 10.0]
+
+    run(make_store, scenario)
+
+
+def test_telemetry_keeps_the_newest(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        assert await store.write(statement("prune_telemetry", keep=3)) == 0
+        await store.write(*(statement("insert_telemetry", make.telemetry(float(at))) for at in range(10)))
+        assert await store.write(statement("prune_telemetry", keep=3)) == 7
+        assert [row.at for row in await store.read(rows.TelemetryRow, "telemetry_newest", limit=2)] == [9.0, 8.0]
+
+    run(make_store, scenario)
