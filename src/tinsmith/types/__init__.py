@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typing
+
 from tinsmith import compat
 from tinsmith.errors import RequestErrorCategory
 from tinsmith.wire.admin import (
@@ -355,4 +357,8 @@ __all__ = [
     "WhoamiResponse",
 ]
 
-compat.install()
+if not typing.TYPE_CHECKING:  # or a type checker would take every misspelt name for a module
+
+    def __getattr__(name: str) -> object:
+        """A module that programs reach as an attribute: `types.image_chunk.ImageChunk`."""
+        return compat.submodule(__name__, name)
