@@ -21,12 +21,14 @@ from tinsmith.client.polling import wait_for_result
 from tinsmith.client.queue_state import QueueStateObserver
 from tinsmith.client.session import Session
 from tinsmith.client.telemetry import Telemetry
+from tinsmith.config import HOSTED_URL
 from tinsmith.errors import APIStatusError, RequestFailedError, TinkerError
 from tinsmith.transport.base import Purpose
 from tinsmith.transport.retry import NO_RETRY, RetryPolicy
 from tinsmith.wire import json_codec
 from tinsmith.wire.futures import CancelFutureRequest, UntypedAPIFuture
 from tinsmith.wire.routes import CANCEL_FUTURE, Route
+from tinsmith.wire.weights import HOSTED_CONSOLE
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,12 @@ class Operations:
         """Makes the observer of a waiting operation from its description; None: a log line."""
         self.pending_samples: set[str] = set()
         self._finalizer = weakref.finalize(self, close_parts, connection, self.telemetry, self.pending_samples)
+
+    @property
+    def console(self) -> str:
+        """Where this server shows sessions, runs and checkpoints."""
+        base_url = self.connection.config.base_url
+        return HOSTED_CONSOLE if base_url == HOSTED_URL else base_url
 
     def close(self) -> None:
         """End everything that the clients of this service share."""
