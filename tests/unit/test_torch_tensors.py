@@ -144,7 +144,7 @@ def test_the_constructor_takes_a_tensor() -> None:
     assert TensorData(data=torch.tensor([1, 2]), dtype="int64") == TensorData([1, 2], "int64")
     assert TensorData(torch.tensor([[1, 2], [3, 4]])).tolist() == [[1, 2], [3, 4]]
     assert TensorData(torch.tensor([0.5], dtype=torch.bfloat16, requires_grad=True)).data == [0.5]
-    with pytest.raises(InvalidInputError, match=r"data\[0\]"):
+    with pytest.raises(InvalidInputError, match="expected integers"):
         TensorData(torch.tensor([1.5]), "int64")
     with pytest.raises(InvalidInputError, match="do not fill shape"):
         TensorData(torch.tensor([1, 2]), "int64", shape=[3])

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from tinsmith.client.connection import JSON_TYPE, Connection, decode_answer
 from tinsmith.client.futures import Future
 from tinsmith.client.metrics import Metrics
+from tinsmith.client.outage import Outage
 from tinsmith.client.polling import wait_for_result
 from tinsmith.client.queue_state import QueueStateObserver
 from tinsmith.client.session import Session
@@ -44,6 +45,7 @@ class Operations:
         self.connection = connection
         self.session = session
         self.metrics = Metrics()
+        self.outage = Outage()
         self.telemetry = Telemetry(connection, enabled=connection.config.telemetry)
         session.on_created = self.telemetry.session_started
         self.queue_observer: Callable[[str], QueueStateObserver] | None = None
@@ -93,7 +95,13 @@ class Operations:
         """The result behind a promise."""
         observer = self.queue_observer(what) if self.queue_observer is not None else None
         return await wait_for_result(
-            self.connection, route, promise.request_id, what=what, observer=observer, submit_s=submit_s
+            self.connection,
+            route,
+            promise.request_id,
+            what=what,
+            outage=self.outage,
+            observer=observer,
+            submit_s=submit_s,
         )
 
     async def run(self, route: Route, request: Any, *, what: str, purpose: Purpose = Purpose.TRAIN) -> Any:
