@@ -217,9 +217,11 @@ def deadline_of(connection: Connection, since: float | None = None) -> float | N
 
 
 def late(connection: Connection, what: str) -> APITimeoutError:
-    return APITimeoutError(
-        None, f"{what}: no result after {connection.config.result_deadline_s:g} s (result_deadline_s)"
-    )
+    """The error of a result that is not there in time; submitting the operation again would not make it be."""
+    limit = connection.config.result_deadline_s
+    error = APITimeoutError(None, f"{what}: no result after {limit:g} s (result_deadline_s)")
+    error.retryable = False
+    return error
 
 
 class Trouble:
