@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tinsmith import compat
 from tinsmith.version import __version__
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def __getattr__(name: str) -> Any:
     if name == "types":
         return importlib.import_module("tinsmith.types")
     if name not in __all__:
-        raise AttributeError(f"module 'tinsmith' has no attribute {name!r}")
+        return compat.submodule("tinsmith", name)
     module, attribute = _HOMES.get(name, ("tinsmith.types", name))
     value = getattr(importlib.import_module(module), attribute)
     globals()[name] = value
@@ -199,3 +200,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+compat.install()

@@ -36,7 +36,6 @@ ANSWERS = "on the wire, but without a public type there"
 COROUTINE = "a plain function there that warns and returns the coroutine; awaited alike"
 STRICT = "a wrong argument is an error here, before anything is sent"
 WIDER = "accepted here, too"
-MISSING = "to be added"
 PYDANTIC = "our types are no pydantic models and have only some of their methods"
 
 DIFFERENCES: dict[str, str] = {
@@ -117,7 +116,6 @@ DIFFERENCES: dict[str, str] = {
     "types.TensorData.array: extra": OWN,
     "types.*.serialize_d*: missing": "how pydantic reads and writes media",
     "types.*.validate_d*: missing": "how pydantic reads and writes media",
-    "types.SaveWeights*.get_*_url: missing": "pages of the hosted console; an answer does not know its server",
     "types.*: no dataclass": "the codec would take a dataclass apart; `replace` is a method here",
     "types.*Chunk: dataclass": "a pydantic model there",
     "types.Forward*.model_*: extra": WIDER,
@@ -150,30 +148,14 @@ DIFFERENCES: dict[str, str] = {
     "checkpoint(new=1).public": STRICT,
     't.AdamParams.model_validate({"lr": 0.5}).learning_rate': "reads as an answer is read: unknown fields are ignored",
     "t.AdamParams(beta1=0.5).model_fields_set": PYDANTIC,
+    "t.AdamParams(beta1=0.9).model_dump(exclude_unset=True)": "what holds its default counts as unset here",
+    'MIXED.model_dump(include={"chunks": 5})': "an InvalidInputError (ValueError) here, a TypeError there",
+    'MIXED.model_dump(excluding={"chunks"})': "an InvalidInputError that is both kinds here, a TypeError there",
     "dataclasses.replace(t.EncodedTextChunk(tokens=[1]), tokens=[2]).tokens": WIDER,
     'dataclasses.replace(datum({}), loss_fn_inputs={"weights": [1.0]}).loss_fn_inputs["weights"].tolist()': (
         "`replace` is a method here"
     ),
     "[field.name for field in dataclasses.fields(t.SampleResponse)][0]": "no dataclass here",
-    # Missing so far.
-    "types.*.model_validate_json: missing": MISSING,
-    "types.*Chunk.model_*: missing": MISSING,
-    "types.ModelInput.model_*: missing": MISSING,
-    "types.TensorData.tolist(pad_value): missing": MISSING,
-    "types.FutureRetrieveResponse: missing": MISSING,
-    "module types.future_retrieve_response: missing": MISSING,
-    "SPARSE.tolist(5)": MISSING,
-    't.TensorData(data=torch.tensor([1, 2]), dtype="int64").tolist()': MISSING,
-    "t.SamplingParams(max_tokens=3).model_dump_json()": MISSING,
-    "checkpoint().model_dump_json()": MISSING,
-    "t.AdamParams.model_validate_json('{\"learning_rate\": 0.5}').learning_rate": MISSING,
-    "t.AdamParams(beta1=0.5).model_dump(*": MISSING,
-    "list(t.AdamParams.model_fields)": MISSING,
-    "t.ModelInput.*model_*": MISSING,
-    "t.*Chunk(*).model_*": MISSING,
-    "tinker.types.image_chunk.ImageChunk is t.ImageChunk": MISSING,
-    "tinker.lib.public_interfaces.APIFuture is tinker.APIFuture": MISSING,
-    "tinker._exceptions.APIError is tinker.APIError": MISSING,
 }
 
 

@@ -109,6 +109,16 @@ def test_the_deadline_of_a_result_counts_from_the_first_poll_to_the_last(connect
     assert time.monotonic() - started < 4
 
 
+def test_samples_that_are_polled_together_have_the_deadline_too(connect: Any, make_server: Any) -> None:
+    server = make_server(flags={"sample_use_retrieve_futures": True})
+    sampler = connect(server, result_deadline_s=0.5).create_sampling_client(base_model="stub/model")
+    server.pause_work()
+    error = sampler.sample(PROMPT, 1, PARAMS).exception(6)
+
+    assert isinstance(error, APITimeoutError)
+    assert "result_deadline_s" in str(error)
+
+
 def test_a_poll_that_is_never_answered_is_sent_again(connect: Any, server: TinkerServer) -> None:
     client = connect(server, poll_timeout_s=0.3)
     trainer = client.create_lora_training_client("stub/model", rank=4)

@@ -38,6 +38,13 @@ def downloaded(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+def leave_part(folder: Path, content: bytes, *, of: bytes | None) -> None:
+    """What a download of this version of the file left behind; None: nothing is known of it."""
+    (folder / f"{WEIGHTS}.part").write_bytes(content)
+    if of is not None:
+        (folder / f"{WEIGHTS}.part.from").write_text(f'"{hashlib.sha256(of).hexdigest()[:16]}"')
+
+
 def offer(server: TinkerServer, *names: str) -> None:
     """Let the server name these files, whatever they are."""
     urls = dict.fromkeys(names, f"{server.url}/files/offered")
@@ -70,26 +77,59 @@ def test_a_cut_download_goes_on_where_it_stopped(
 
     assert downloaded(tmp_path) == contents(server, exported)
     first, second = server.find(FILE)
-    assert "range" not in first.headers
+    assert not {"range", "if-range"} & set(first.headers)
     assert second.headers["range"] == f"bytes={len(whole) // 2}-"
+    assert second.headers["if-range"] == f'"{hashlib.sha256(whole).hexdigest()[:16]}"'
 
 
 def test_a_later_program_goes_on_with_what_is_there(
     rest: RestClient, server: TinkerServer, exported: str, tmp_path: Path
 ) -> None:
     whole = contents(server, exported)[WEIGHTS]
-    (tmp_path / f"{WEIGHTS}.part").write_bytes(whole[:1000])
+    leave_part(tmp_path, whole[:1000], of=whole)
     rest.download_external_weights(exported, tmp_path).result(10)
 
     assert downloaded(tmp_path) == contents(server, exported)
     assert [request.headers.get("range") for request in server.find(FILE)] == ["bytes=1000-"]
 
 
+@pytest.mark.parametrize("heeds_if_range", [True, False])
+def test_a_file_that_changed_is_not_spliced(
+    rest: RestClient, server: TinkerServer, exported: str, tmp_path: Path, heeds_if_range: bool
+) -> None:
+    server.settings.heeds_if_range = heeds_if_range
+    leave_part(tmp_path, b"a" * 1000, of=b"what was there before")
+    rest.download_external_weights(exported, tmp_path).result(10)
+
+    assert downloaded(tmp_path) == contents(server, exported)
+
+
+def test_a_leftover_of_unknown_origin_is_not_used(
+    rest: RestClient, server: TinkerServer, exported: str, tmp_path: Path
+) -> None:
+    leave_part(tmp_path, b"a" * 1000, of=None)
+    rest.download_external_weights(exported, tmp_path).result(10)
+
+    assert downloaded(tmp_path) == contents(server, exported)
+    assert [request.headers.get("range") for request in server.find(FILE)] == [None]
+
+
+def test_a_complete_leftover_is_only_given_its_name(
+    rest: RestClient, server: TinkerServer, exported: str, tmp_path: Path
+) -> None:
+    whole = contents(server, exported)[WEIGHTS]
+    leave_part(tmp_path, whole, of=whole)
+    rest.download_external_weights(exported, tmp_path).result(10)
+
+    assert downloaded(tmp_path) == contents(server, exported)
+    assert len(server.find(FILE)) == 1
+
+
 def test_a_server_that_ignores_ranges_is_read_from_the_start(
     rest: RestClient, server: TinkerServer, exported: str, tmp_path: Path
 ) -> None:
     whole = contents(server, exported)[WEIGHTS]
-    (tmp_path / f"{WEIGHTS}.part").write_bytes(whole[:1000])
+    leave_part(tmp_path, whole[:1000], of=whole)
     server.script(FILE, [Status(200, {}, whole)])
     rest.download_external_weights(exported, tmp_path).result(10)
 
@@ -100,7 +140,7 @@ def test_a_leftover_longer_than_the_file_does_not_become_the_file(
     rest: RestClient, server: TinkerServer, exported: str, tmp_path: Path
 ) -> None:
     whole = contents(server, exported)[WEIGHTS]
-    (tmp_path / f"{WEIGHTS}.part").write_bytes(b"of another checkpoint" * len(whole))
+    leave_part(tmp_path, b"of another checkpoint" * len(whole), of=whole)
     future = rest.download_external_weights(exported, tmp_path)
 
     assert future.exception(10) is not None or (tmp_path / WEIGHTS).read_bytes() == whole

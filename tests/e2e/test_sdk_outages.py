@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -64,6 +65,45 @@ def test_many_models_survive_a_short_outage(connect: Any, server: TinkerServer, 
         assert passed.result(12).metrics["loss:sum"] > 0
         assert stepped.result(12).metrics == {"step": 1.0}
     assert server.violations == []
+
+
+def test_an_outage_is_told_once_however_many_operations_wait(
+    connect: Any, server: TinkerServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "tinsmith")
+    client: ServiceClient = connect(server)
+    trainers = [client.create_lora_training_client("stub/model", rank=1) for _ in range(5)]
+    sampler = client.create_sampling_client(base_model="stub/model")
+    server.pause_work()
+    futures: list[Any] = [trainer.optim_step(STEP) for trainer in trainers]
+    futures += [sampler.sample(PROMPT, 1, PARAMS) for _ in range(40)]
+    server.wait_for("retrieve_future", 45, timeout_s=10)
+    caplog.clear()
+    polls = len(server.find("retrieve_future"))
+    server.stop()
+    server.start()
+    server.wait_for("retrieve_future", polls + 45, timeout_s=15)
+    server.resume_work()
+
+    for future in futures:
+        future.result(10)
+    assert len([record for record in caplog.records if "asking again" in record.getMessage()]) == 1
+    assert len(caplog.records) == 1
+
+
+def test_samples_that_cannot_be_submitted_are_told_of_once(
+    connect: Any, server: TinkerServer, back_after: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "tinsmith")
+    sampler = connect(server).create_sampling_client(base_model="stub/model")
+    sampler.sample(PROMPT, 1, PARAMS).result(10)
+    caplog.clear()
+    back_after(1.0)
+    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(60)]
+
+    for future in futures:
+        future.result(12)
+    assert len(caplog.records) == 1
 
 
 def test_one_call_is_tried_until_its_deadline_however_often_that_is(connect: Any, server: TinkerServer) -> None:

@@ -43,6 +43,7 @@ class Settings:
     queue_state: str = "active"
     queue_state_reason: str | None = None
     metadata_above_bytes: int | None = None
+    heeds_if_range: bool = True
     """Results larger than this are announced before they are sent, to clients that allow it."""
     lose_next: int = 0
     """So many polls lose their promise: 410, until the same request is submitted again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 import tarfile
@@ -170,8 +171,10 @@ def send_file(core: Core, recorded: Recorded) -> Answer:
     content = core.files.get(recorded.path)
     if content is None:
         return Answer.of_json({"detail": "Not Found"}, 404)
-    headers = {"accept-ranges": "bytes", "etag": f'"{len(content)}"'}
-    wanted = re.fullmatch(r"bytes=(\d*)-(\d*)", recorded.headers.get("range", ""))
+    etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    headers = {"accept-ranges": "bytes", "etag": etag}
+    is_other = core.settings.heeds_if_range and recorded.headers.get("if-range", etag) != etag
+    wanted = None if is_other else re.fullmatch(r"bytes=(\d*)-(\d*)", recorded.headers.get("range", ""))
     if wanted is None or wanted[0] == "bytes=-":
         return Answer(200, content, "application/octet-stream", headers)
     if wanted[1]:

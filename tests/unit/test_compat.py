@@ -135,6 +135,28 @@ def test_an_alias_package_has_its_modules_as_attributes() -> None:
     assert lib.public_interfaces.rest_client.RestClient is tinsmith.RestClient
 
 
+@pytest.mark.parametrize(
+    "path", ["lib.public_interfaces.service_client", "types.image_chunk", "_exceptions", "_version"]
+)
+def test_an_alias_module_can_be_the_first_import(path: str) -> None:
+    assert answer(f"import tinsmith.{path} as first\nfirst.__name__") == f"tinsmith.{path}"
+
+
+def test_alias_modules_are_attributes_from_the_start() -> None:
+    program = """
+import sys, tinsmith
+heavy = [name for name in ("numpy", "msgspec", "aiohttp", "torch") if name in sys.modules]
+[heavy, tinsmith._version.__version__ == tinsmith.__version__, tinsmith._exceptions.APIError is tinsmith.APIError, \
+tinsmith.lib.public_interfaces.APIFuture is tinsmith.APIFuture, \
+tinsmith.types.image_chunk.ImageChunk is tinsmith.types.ImageChunk]""".replace("\\\n", "")
+    assert answer(program) == [[], True, True, True, True]
+
+
+def test_an_unknown_type_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match=r"module 'tinsmith\.types' has no attribute 'Dathum'"):
+        types.Dathum  # noqa: B018
+
+
 def test_the_finder_is_installed_once() -> None:
     assert compat.install() is compat.install()
     assert sum(isinstance(finder, compat.AliasFinder) for finder in sys.meta_path) == 1

@@ -145,6 +145,7 @@ TYPES = [
     "FutureFailed",
     "FutureFinished",
     "FutureRetrieveRequest",
+    "FutureRetrieveResponse",
     "FuturesRetrieveRequest",
     "FuturesRetrieveResponse",
     "GenericEvent",

@@ -138,3 +138,18 @@ def test_torch_scalars_stand_for_their_number() -> None:
     from tinsmith.types import AdamParams
 
     assert AdamParams(learning_rate=torch.tensor(0.5)).learning_rate == 0.5  # type: ignore[arg-type]
+
+
+def test_the_constructor_takes_a_tensor() -> None:
+    assert TensorData(data=torch.tensor([1, 2]), dtype="int64") == TensorData([1, 2], "int64")
+    assert TensorData(torch.tensor([[1, 2], [3, 4]])).tolist() == [[1, 2], [3, 4]]
+    assert TensorData(torch.tensor([0.5], dtype=torch.bfloat16, requires_grad=True)).data == [0.5]
+    with pytest.raises(InvalidInputError, match="expected integers"):
+        TensorData(torch.tensor([1.5]), "int64")
+    with pytest.raises(InvalidInputError, match="do not fill shape"):
+        TensorData(torch.tensor([1, 2]), "int64", shape=[3])
+
+
+def test_lists_hold_the_pad_value_where_csr_lists_nothing() -> None:
+    sparse = TensorData([7], "int64", [1, 2], [0, 1], [1])
+    assert (sparse.tolist(), sparse.tolist(5), sparse.tolist(pad_value=5)) == ([[0, 7]], [[5, 7]], [[5, 7]])

@@ -17,16 +17,19 @@ from typing import Any, TypeVar
 from tinsmith.client.connection import JSON_TYPE, Connection, decode_answer
 from tinsmith.client.futures import Future
 from tinsmith.client.metrics import Metrics
+from tinsmith.client.outage import Outage
 from tinsmith.client.polling import wait_for_result
 from tinsmith.client.queue_state import QueueStateObserver
 from tinsmith.client.session import Session
 from tinsmith.client.telemetry import Telemetry
+from tinsmith.config import HOSTED_URL
 from tinsmith.errors import APIStatusError, RequestFailedError, TinkerError
 from tinsmith.transport.base import Purpose
 from tinsmith.transport.retry import NO_RETRY, RetryPolicy
 from tinsmith.wire import json_codec
 from tinsmith.wire.futures import CancelFutureRequest, UntypedAPIFuture
 from tinsmith.wire.routes import CANCEL_FUTURE, Route
+from tinsmith.wire.weights import HOSTED_CONSOLE
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +45,19 @@ class Operations:
         self.connection = connection
         self.session = session
         self.metrics = Metrics()
+        self.outage = Outage()
         self.telemetry = Telemetry(connection, enabled=connection.config.telemetry)
         session.on_created = self.telemetry.session_started
         self.queue_observer: Callable[[str], QueueStateObserver] | None = None
         """Makes the observer of a waiting operation from its description; None: a log line."""
         self.pending_samples: set[str] = set()
         self._finalizer = weakref.finalize(self, close_parts, connection, self.telemetry, self.pending_samples)
+
+    @property
+    def console(self) -> str:
+        """Where this server shows sessions, runs and checkpoints."""
+        base_url = self.connection.config.base_url
+        return HOSTED_CONSOLE if base_url == HOSTED_URL else base_url
 
     def close(self) -> None:
         """End everything that the clients of this service share."""
@@ -85,7 +95,13 @@ class Operations:
         """The result behind a promise."""
         observer = self.queue_observer(what) if self.queue_observer is not None else None
         return await wait_for_result(
-            self.connection, route, promise.request_id, what=what, observer=observer, submit_s=submit_s
+            self.connection,
+            route,
+            promise.request_id,
+            what=what,
+            outage=self.outage,
+            observer=observer,
+            submit_s=submit_s,
         )
 
     async def run(self, route: Route, request: Any, *, what: str, purpose: Purpose = Purpose.TRAIN) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from tinsmith.client.connection import JSON_TYPE, PROTOBUF_TYPE, Connection, decode_answer
+from tinsmith.client.outage import Affected, Outage
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, QueueStateObserver
 from tinsmith.errors import (
     APIConnectionError,
@@ -67,94 +68,175 @@ async def wait_for_result(
     request_id: str,
     *,
     what: str,
+    outage: Outage,
     observer: QueueStateObserver | None = None,
     metadata_first: bool = True,
     submit_s: float | None = None,
+    since: float | None = None,
 ) -> Any:
     """The result of a promise. Raises RequestFailedError when the operation failed, RetryableException when the
-    server no longer knows the promise, APIConnectionError when it has been out of reach for too long."""
-    deadline = connection.config.result_deadline_s
-    started = time.monotonic()
-    is_binary = route.result in BINARY_RESULTS
-    headers = {
-        "content-type": JSON_TYPE,
-        "accept": f"{PROTOBUF_TYPE}, {JSON_TYPE}" if is_binary else JSON_TYPE,
-        "x-tinker-request-type": route.request_type or "",
-    }
-    iteration, quick = 0, 0
-    trouble = Trouble(connection, what)
-    while True:
-        headers["x-tinker-request-iteration"] = str(iteration)
-        if iteration == 0 and submit_s is not None:
-            headers["x-tinker-create-promise-roundtrip-time"] = str(submit_s)
-        asked = time.monotonic()
-        poll_s = connection.config.poll_timeout_s
-        if deadline is not None:
-            left = started + deadline - asked
-            if left <= 0:
-                raise APITimeoutError(None, f"{what}: no result after {deadline:g} s (result_deadline_s)")
-            poll_s = min(poll_s, left)
-        body = _encode({"request_id": request_id, "allow_metadata_only": metadata_first})
-        iteration += 1
-        try:
-            response = await connection.send(
-                RETRIEVE_FUTURE,
-                body,
-                headers=headers,
-                purpose=Purpose.RETRIEVE,
-                policy=NO_RETRY,
-                timeout_s=poll_s,
-            )
-        except APIStatusError as error:
-            if error.status_code == 410:
-                raise RetryableException(f"{what}: the server lost the promise {request_id}") from error
-            if error.status_code == 408:
-                trouble.over()
-                quick = quick + 1 if time.monotonic() - asked < QUICK_ANSWER_S else 0
-                observer = observer or QueueStateLogger(what)
-                _observe_body(observer, error)
-                await _pace(quick)
+    server no longer knows the promise, APIConnectionError when it has been out of reach for too long. The deadline of
+    the result counts from `since`, a monotonic time; from now if that is not given."""
+    wait = _Wait(connection, route, request_id, what, outage, observer, metadata_first, submit_s, since)
+    try:
+        return await wait.run()
+    finally:
+        wait.end()
+
+
+class _Wait:
+    """One wait for one result: what has been asked, and what of the deadline is left."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        route: Route,
+        request_id: str,
+        what: str,
+        outage: Outage,
+        observer: QueueStateObserver | None,
+        metadata_first: bool,
+        submit_s: float | None,
+        since: float | None,
+    ) -> None:
+        self._trouble = Trouble(connection, what, outage)
+        self._connection = connection
+        self._route = route
+        self._request_id = request_id
+        self._what = what
+        self._observer = observer
+        self._metadata_first = metadata_first
+        self._deadline = deadline_of(connection, since)
+        self._is_binary = route.result in BINARY_RESULTS
+        self._headers = {
+            "content-type": JSON_TYPE,
+            "accept": f"{PROTOBUF_TYPE}, {JSON_TYPE}" if self._is_binary else JSON_TYPE,
+            "x-tinker-request-type": route.request_type or "",
+        }
+        self._submit_s = submit_s
+        self._polls = 0
+        self._quick = 0
+        self._held_bytes: int | None = None
+
+    def end(self) -> None:
+        """Give back what the wait holds."""
+        self._trouble.over()
+        if self._held_bytes is not None:
+            self._connection.limits.response_bytes.release(self._held_bytes)
+
+    async def run(self) -> Any:
+        """Ask until there is a result."""
+        while True:
+            asked = time.monotonic()
+            left = self._left()
+            try:
+                response = await self._poll(left)
+            except APIStatusError as error:
+                await self._refused(error, asked)
                 continue
-            await trouble.wait(error)
-            continue
-        except APIConnectionError as error:
-            if deadline is None or time.monotonic() - started < deadline:
-                await trouble.wait(error)
-            continue
-        if is_binary and PROTOBUF_TYPE in response.headers.get("content-type", ""):
-            return BINARY_RESULTS[route.result](response.body)  # type: ignore[index]
-        probe = _read_probe(response, what)
-        if probe.type == "try_again":
-            trouble.over()
-            quick = quick + 1 if time.monotonic() - asked < QUICK_ANSWER_S else 0
-            observer = observer or QueueStateLogger(what)
-            observer.on_queue_state_change(QueueState(probe.queue_state), probe.queue_state_reason)
-            await _pace(quick)
-        elif probe.status == "complete_metadata":
-            size = probe.response_payload_size if isinstance(probe.response_payload_size, int) else 0
-            async with connection.limits.response_bytes.hold(size):
-                return await wait_for_result(
-                    connection, route, request_id, what=what, observer=observer, metadata_first=False
-                )
-        elif probe.error is not msgspec.UNSET:
-            failure = faults.failed_operation({"error": probe.error, "category": probe.category}, request_id)
-            assert isinstance(failure, RequestFailedError)
-            raise failure
-        else:
-            return decode_answer(route, response, route.result)
+            except APIConnectionError as error:
+                if self._deadline is None or time.monotonic() < self._deadline:
+                    await self._trouble.wait(error)
+                continue
+            if self._is_binary and PROTOBUF_TYPE in response.headers.get("content-type", ""):
+                return BINARY_RESULTS[self._route.result](response.body)  # type: ignore[index]
+            probe = _read_probe(response, self._what)
+            if probe.type == "try_again":
+                await self._pending(QueueState(probe.queue_state), probe.queue_state_reason, asked)
+            elif probe.status == "complete_metadata":
+                await self._make_room(probe.response_payload_size)
+            elif probe.error is not msgspec.UNSET:
+                failure = faults.failed_operation({"error": probe.error, "category": probe.category}, self._request_id)
+                assert isinstance(failure, RequestFailedError)
+                raise failure
+            else:
+                return decode_answer(self._route, response, self._route.result)
+
+    async def _poll(self, left: float | None) -> HttpResponse:
+        self._headers["x-tinker-request-iteration"] = str(self._polls)
+        if self._polls == 0 and self._submit_s is not None:
+            self._headers["x-tinker-create-promise-roundtrip-time"] = str(self._submit_s)
+        poll_s = self._connection.config.poll_timeout_s
+        body = _encode({"request_id": self._request_id, "allow_metadata_only": self._metadata_first})
+        self._polls += 1
+        return await self._connection.send(
+            RETRIEVE_FUTURE,
+            body,
+            headers=self._headers,
+            purpose=Purpose.RETRIEVE,
+            policy=NO_RETRY,
+            timeout_s=poll_s if left is None else min(poll_s, left),
+        )
+
+    async def _refused(self, error: APIStatusError, asked: float) -> None:
+        if error.status_code == 410:
+            raise RetryableException(f"{self._what}: the server lost the promise {self._request_id}") from error
+        if error.status_code != 408:
+            await self._trouble.wait(error)
+            return
+        body = error.body if isinstance(error.body, Mapping) else {}
+        reason = body.get("queue_state_reason")
+        state = QueueState(body.get("queue_state", "active"))
+        await self._pending(state, reason if isinstance(reason, str) else None, asked)
+
+    async def _pending(self, state: QueueState, reason: str | None, asked: float) -> None:
+        """Not yet: tell the observer, and ask again, not too often."""
+        self._trouble.over()
+        self._quick = self._quick + 1 if time.monotonic() - asked < QUICK_ANSWER_S else 0
+        self._observer = self._observer or QueueStateLogger(self._what)
+        self._observer.on_queue_state_change(state, reason)
+        await _pace(self._quick)
+
+    async def _make_room(self, size: Any) -> None:
+        """The result is there and this large: ask for it itself when there is room for it."""
+        if not self._metadata_first:
+            raise TinkerError(f"{self._what}: the server tells the size of the result instead of the result")
+        self._metadata_first = False
+        size = size if isinstance(size, int) else 0
+        try:
+            async with asyncio.timeout(self._left()):
+                await self._connection.limits.response_bytes.acquire(size)
+        except TimeoutError:
+            raise late(self._connection, self._what) from None
+        self._held_bytes = size
+
+    def _left(self) -> float | None:
+        """Seconds until the deadline, if there is one; past it, the error that says so."""
+        if self._deadline is None:
+            return None
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise late(self._connection, self._what)
+        return left
+
+
+def deadline_of(connection: Connection, since: float | None = None) -> float | None:
+    """The monotonic time at which a result must be there."""
+    limit = connection.config.result_deadline_s
+    return None if limit is None else (time.monotonic() if since is None else since) + limit
+
+
+def late(connection: Connection, what: str) -> APITimeoutError:
+    """The error of a result that is not there in time; submitting the operation again would not make it be."""
+    limit = connection.config.result_deadline_s
+    error = APITimeoutError(None, f"{what}: no result after {limit:g} s (result_deadline_s)")
+    error.retryable = False
+    return error
 
 
 class Trouble:
     """A server that errs while we poll: waits grow, one line is said, and the error is raised if it lasts."""
 
-    def __init__(self, connection: Connection, what: str) -> None:
+    def __init__(self, connection: Connection, what: str, outage: Outage) -> None:
         self._connection = connection
         self._what = what
+        self._affected = Affected(outage)
         self._count = 0
         self._since = 0.0
 
     def over(self) -> None:
         self._count = 0
+        self._affected.over()
 
     async def wait(self, error: Exception) -> None:
         now = time.monotonic()
@@ -165,7 +247,7 @@ class Trouble:
         delay = next_delay_s(policy, error, self._count, now - self._since, random.random)
         if delay is None:
             raise error
-        if self._count == 1:
+        if self._affected.begin():
             logger.warning("waiting for %s: %s; asking again for up to %.0f s", self._what, error, policy.deadline_s)
         await asyncio.sleep(max(delay, QUICK_ANSWER_S))
 
@@ -182,14 +264,6 @@ def _read_probe(response: HttpResponse, what: str) -> _Probe:
         raise TinkerError(f"{what}: the answer of {response.url} is not JSON: {error}") from error
 
 
-def _observe_body(observer: QueueStateObserver, error: APIStatusError) -> None:
-    body = error.body if isinstance(error.body, Mapping) else {}
-    reason = body.get("queue_state_reason")
-    observer.on_queue_state_change(
-        QueueState(body.get("queue_state", "active")), reason if isinstance(reason, str) else None
-    )
-
-
 class SamplingSessionPoller:
     """One poll for all pending samples of a sampling session, where the server offers that.
 
@@ -197,8 +271,9 @@ class SamplingSessionPoller:
     for good, waiters are let go and poll by themselves.
     """
 
-    def __init__(self, connection: Connection, sampling_session_id: str, clone: int) -> None:
+    def __init__(self, connection: Connection, sampling_session_id: str, clone: int, outage: Outage) -> None:
         self._connection = connection
+        self._outage = outage
         self._target = SamplingSessionFuturesTarget(sampling_session_id=sampling_session_id, cloned_sampler_id=clone)
         self._waiting: dict[str, asyncio.Future[bool]] = {}
         self._early: set[str] = set()
@@ -224,39 +299,49 @@ class SamplingSessionPoller:
         self._fetched.append(request_id)
 
     async def _poll(self) -> None:
-        trouble = Trouble(self._connection, f"samples of {self._target.sampling_session_id}")
-        while self._waiting:
-            reported = list(self._fetched)
-            request = FuturesRetrieveRequest(
-                target=self._target, prev_cursor=self._cursor, retrieved_request_ids=reported
-            )
-            asked = time.monotonic()
-            try:
-                answer = await self._connection.call(
-                    RETRIEVE_FUTURES,
-                    request,
-                    purpose=Purpose.RETRIEVE,
-                    policy=NO_RETRY,
-                    timeout_s=self._connection.config.poll_timeout_s,
-                )
-            except TinkerError as error:
-                if self._connection.runner.is_closed:
-                    return
-                try:
-                    await trouble.wait(error)
-                except TinkerError:
-                    logger.warning("polling samples together failed (%s); each polls by itself now", error)
-                    break
-                continue
+        trouble = Trouble(self._connection, f"samples of {self._target.sampling_session_id}", self._outage)
+        try:
+            while self._waiting and await self._ask(trouble):
+                pass
+        finally:
             trouble.over()
-            self._cursor = answer.cursor
-            del self._fetched[: len(reported)]
-            for completion in answer.completions:
-                self._finish(completion.request_id, True)
-            if not answer.completions and time.monotonic() - asked < QUICK_ANSWER_S:
-                await asyncio.sleep(QUICK_ANSWER_S)
-        for request_id in list(self._waiting):
-            self._finish(request_id, False)
+        if not self._connection.runner.is_closed:
+            for request_id in list(self._waiting):
+                self._finish(request_id, False)
+
+    async def _ask(self, trouble: Trouble) -> bool:
+        """One poll; False: it has failed for good."""
+        reported = list(self._fetched)
+        request = FuturesRetrieveRequest(target=self._target, prev_cursor=self._cursor, retrieved_request_ids=reported)
+        asked = time.monotonic()
+        try:
+            answer = await self._connection.call(
+                RETRIEVE_FUTURES,
+                request,
+                purpose=Purpose.RETRIEVE,
+                policy=NO_RETRY,
+                timeout_s=self._connection.config.poll_timeout_s,
+            )
+        except TinkerError as error:
+            return await self._may_go_on(trouble, error)
+        trouble.over()
+        self._cursor = answer.cursor
+        del self._fetched[: len(reported)]
+        for completion in answer.completions:
+            self._finish(completion.request_id, True)
+        if not answer.completions and time.monotonic() - asked < QUICK_ANSWER_S:
+            await asyncio.sleep(QUICK_ANSWER_S)
+        return True
+
+    async def _may_go_on(self, trouble: Trouble, error: TinkerError) -> bool:
+        if self._connection.runner.is_closed:
+            return False
+        try:
+            await trouble.wait(error)
+        except TinkerError:
+            logger.warning("polling samples together failed (%s); each polls by itself now", error)
+            return False
+        return True
 
     def _finish(self, request_id: str, value: bool) -> None:
         future = self._waiting.pop(request_id, None)

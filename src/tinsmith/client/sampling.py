@@ -20,7 +20,8 @@ import msgspec
 from tinsmith.client.connection import Connection
 from tinsmith.client.futures import Future, awaited, blocking
 from tinsmith.client.operations import Operations, cancel_sample
-from tinsmith.client.polling import SamplingSessionPoller, wait_for_result
+from tinsmith.client.outage import Affected
+from tinsmith.client.polling import SamplingSessionPoller, late, wait_for_result
 from tinsmith.client.progress import ProgressWatch
 from tinsmith.client.retry_config import RetryConfig
 from tinsmith.client.sequence import Sequence
@@ -281,12 +282,11 @@ class SamplingClient:
     async def _sample(self, request: SampleRequest) -> SampleResponse:
         """Try until it is done: a lost promise or connection means a new submission under a new number."""
         started = time.monotonic()
-        attempt = 0
         is_watched = self._retry.enable_stuck_detection and self.holder.connection.server.sample_enable_stuck_detection
         if is_watched:
             self._progress.enter()
         try:
-            return await self._sample_until_done(request, started, attempt)
+            return await self._sample_until_done(request, started)
         except asyncio.CancelledError:
             if is_watched and self._progress.gave_up():
                 silent = self._retry.progress_timeout
@@ -299,25 +299,30 @@ class SamplingClient:
             if is_watched:
                 self._progress.leave()
 
-    async def _sample_until_done(self, request: SampleRequest, started: float, attempt: int) -> SampleResponse:
-        while True:
-            try:
-                response = await self._sample_once(request)
-                self._progress.made()
-                return response
-            except Exception as error:
-                if not isinstance(error, (*self._retry.retryable_exceptions, APIStatusError)):
-                    raise
-                attempt += 1
-                now = time.monotonic()
-                is_lost = isinstance(error, RetryableException)
-                if not self._may_retry(error) or self.holder.connection.server.sample_no_retries:
-                    raise
-                if not is_lost and now - started > self.holder.connection.config.retry_deadline_s:
-                    raise
-                if attempt == 1:
-                    logger.warning("sampling failed (%s); trying again", error)
+    async def _sample_until_done(self, request: SampleRequest, started: float) -> SampleResponse:
+        attempt = 0
+        trouble = Affected(self.holder.outage)
+        try:
+            while True:
+                try:
+                    return await self._sample_once(request, trouble)
+                except Exception as error:
+                    if not self._goes_on_after(error, time.monotonic() - started):
+                        raise
+                    attempt += 1
+                    if trouble.begin():
+                        logger.warning("sampling failed (%s); trying again", error)
                 await asyncio.sleep(self._delay(attempt))
+        finally:
+            trouble.over()
+
+    def _goes_on_after(self, error: Exception, elapsed_s: float) -> bool:
+        if not isinstance(error, (*self._retry.retryable_exceptions, APIStatusError)):
+            return False
+        if not self._may_retry(error) or self.holder.connection.server.sample_no_retries:
+            return False
+        is_lost = isinstance(error, RetryableException)
+        return is_lost or elapsed_s <= self.holder.connection.config.retry_deadline_s
 
     def _may_retry(self, error: BaseException) -> bool:
         if not self._retry.enable_retry_logic:
@@ -329,7 +334,7 @@ class SamplingClient:
         spread = 1 + self._retry.jitter_factor * (2 * random.random() - 1)
         return max(0.05, min(delay * spread, self._retry.retry_delay_max))
 
-    async def _sample_once(self, request: SampleRequest) -> SampleResponse:
+    async def _sample_once(self, request: SampleRequest, trouble: Affected) -> SampleResponse:
         holder, connection = self.holder, self.holder.connection
         await connection.ready()
         number = self._numbers.take() if self._numbers is not None else await self._take_number()
@@ -337,23 +342,23 @@ class SamplingClient:
         size = _prompt_bytes(request.prompt)
         started = time.monotonic()
         promise = await self._submit(body, size)
+        trouble.over()
         holder.pending_samples.add(promise.request_id)
         try:
             what = f"sample of {self.sampling_session_id}"
             observer = holder.queue_observer(what) if holder.queue_observer is not None else None
-            metadata_first = True
-            if connection.server.sample_use_retrieve_futures:
-                if self._poller is None:
-                    self._poller = SamplingSessionPoller(connection, self.sampling_session_id, self._clone)
-                metadata_first = not await self._poller.wait(promise.request_id)
+            submitted = time.monotonic()
+            metadata_first = not await self._wait_with_others(promise.request_id, what)
             response: SampleResponse = await wait_for_result(
                 connection,
                 ASAMPLE,
                 promise.request_id,
                 what=what,
+                outage=holder.outage,
                 observer=observer,
                 metadata_first=metadata_first,
-                submit_s=time.monotonic() - started,
+                submit_s=submitted - started,
+                since=submitted,
             )
             if self._poller is not None:
                 self._poller.fetched(promise.request_id)
@@ -363,8 +368,22 @@ class SamplingClient:
             raise
         finally:
             holder.pending_samples.discard(promise.request_id)
+        self._progress.made()
         _check_response(request, response)
         return _with_ids(response, promise.sample_sequence_ids)
+
+    async def _wait_with_others(self, request_id: str, what: str) -> bool:
+        """Wait for a sample by the poll that all of this sampler share, where the server has it; True: it is there."""
+        connection = self.holder.connection
+        if not connection.server.sample_use_retrieve_futures:
+            return False
+        if self._poller is None:
+            self._poller = SamplingSessionPoller(connection, self.sampling_session_id, self._clone, self.holder.outage)
+        try:
+            async with asyncio.timeout(connection.config.result_deadline_s):
+                return await self._poller.wait(request_id)
+        except TimeoutError:
+            raise late(connection, what) from None
 
     async def _submit(self, body: bytes, size: int) -> Any:
         """Submit; "too many" makes all samplers of this server and key pause, then the same number goes again."""

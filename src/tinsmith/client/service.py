@@ -247,7 +247,7 @@ class ServiceClient:
 
     def get_console_url(self) -> str:
         """Where the sessions can be looked at."""
-        return f"{self._holder.connection.config.base_url}/"
+        return f"{self._holder.console}/sessions"
 
     def get_telemetry(self) -> Any:
         return self._holder.telemetry

@@ -70,6 +70,7 @@ from tinsmith.wire.weights import (
     SaveWeightsForSamplerResponse,
     SaveWeightsRequest,
     SaveWeightsResponse,
+    with_console,
 )
 
 if TYPE_CHECKING:
@@ -181,6 +182,7 @@ class TrainingClient:
                 overwrite=overwrite,
                 user_metadata=_given(user_metadata),
             ),
+            lambda answer: with_console(answer, self.holder.console),
         )
 
     save_state_async = submitted(save_state)
@@ -212,7 +214,7 @@ class TrainingClient:
                 ttl_seconds=_given(ttl_seconds),
                 user_metadata=_given(user_metadata),
             ),
-            lambda answer: SaveWeightsForSamplerResponse(path=answer.path),
+            lambda answer: with_console(SaveWeightsForSamplerResponse(path=answer.path), self.holder.console),
         )
 
     save_weights_for_sampler_async = submitted(save_weights_for_sampler)
@@ -282,7 +284,7 @@ class TrainingClient:
 
     def get_console_url(self) -> str:
         """Where this run can be looked at."""
-        return f"{self.holder.connection.config.base_url}/runs/{self.model_id}"
+        return f"{self.holder.console}/training_runs/{self.model_id}"
 
     def get_telemetry(self) -> Any:
         return self.holder.telemetry

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typing
+
 from tinsmith import compat
 from tinsmith.errors import RequestErrorCategory
 from tinsmith.wire.admin import (
@@ -36,6 +38,7 @@ from tinsmith.wire.futures import (
     FutureFailed,
     FutureFinished,
     FutureRetrieveRequest,
+    FutureRetrieveResponse,
     FuturesRetrieveRequest,
     FuturesRetrieveResponse,
     RequestFailedResponse,
@@ -255,6 +258,7 @@ __all__ = [
     "FutureFailed",
     "FutureFinished",
     "FutureRetrieveRequest",
+    "FutureRetrieveResponse",
     "FuturesRetrieveRequest",
     "FuturesRetrieveResponse",
     "GenericEvent",
@@ -355,4 +359,8 @@ __all__ = [
     "WhoamiResponse",
 ]
 
-compat.install()
+if not typing.TYPE_CHECKING:  # or a type checker would take every misspelt name for a module
+
+    def __getattr__(name: str) -> object:
+        """A module that programs reach as an attribute: `types.image_chunk.ImageChunk`."""
+        return compat.submodule(__name__, name)

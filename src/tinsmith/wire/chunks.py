@@ -7,22 +7,75 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_type_hints
 
 import numpy as np
 
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import InvalidInputError, UnknownFieldError
+from tinsmith.wire.model_methods import ModelField, ModelMethods, check_options
 from tinsmith.wire.numbers import Array, token_ids
 
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
 
 _set = object.__setattr__
 
+ONLY_IF_SET = frozenset({"override_dimensions", "height", "width", "tokens"})
+"""Optional fields that a dump leaves out while they are None: only some releases have them."""
+
+
+class _Chunk(ModelMethods):
+    """What all chunks have of pydantic's models."""
+
+    __slots__ = ()
+
+    @classmethod
+    def model_validate(cls, value: Any, **options: Any) -> Self:
+        check_options("model_validate", options)
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise InvalidInputError(f"{cls.__name__}: expected an object, got {type(value).__name__}")
+        chunk: Self = _built(cls, value)
+        return chunk
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        for name in update or ():
+            if name not in self.model_fields:
+                known = ", ".join(self.model_fields)
+                raise UnknownFieldError(f"{type(self).__name__} has no field {name!r}; it has: {known}", field=name)
+        copied: Self = replace(copy.deepcopy(self) if deep else self, **(update or {}))  # type: ignore[type-var]
+        return copied
+
+    @classmethod
+    def _fields_of_model(cls) -> dict[str, ModelField]:
+        hints = get_type_hints(cls)
+        return {spec.name: _model_field(hints[spec.name], spec.default) for spec in fields(cls)}  # type: ignore[arg-type]
+
+    def _values_of_model(self) -> Iterator[tuple[str, Any]]:
+        for spec in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, spec.name)
+            if value is not None or spec.name not in ONLY_IF_SET:
+                yield spec.name, _plain(value)
+
+
+def _model_field(annotation: Any, default: Any) -> ModelField:
+    return ModelField(annotation) if default is MISSING else ModelField(annotation, default)
+
+
+def _plain(value: Any) -> Any:
+    """A field as JSON has it."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return asdict(value) if isinstance(value, ImageDimensions) else value
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class EncodedTextChunk:
+class EncodedTextChunk(_Chunk):
     """Tokens of text. A list is copied; a numpy array is kept as it is."""
 
     tokens: Sequence[int] | Array
@@ -68,7 +121,7 @@ class ImageDimensions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageChunk:
+class ImageChunk(_Chunk):
     """An image; base64 in JSON. Releases before 0.6 gave height, width and tokens instead of expected_tokens."""
 
     data: bytes
@@ -84,6 +137,7 @@ class ImageChunk:
         _check_type(self)
         _check_format(self.format)
         _set(self, "data", _bytes_of(self.data, "data"))
+        _set(self, "override_dimensions", _dimensions_of(self.override_dimensions))
         for name in ("expected_tokens", "height", "width", "tokens"):
             _check_count(name, getattr(self, name))
 
@@ -102,7 +156,7 @@ class ImageChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageAssetPointerChunk:
+class ImageAssetPointerChunk(_Chunk):
     """An image that the server fetches itself. Travels in JSON only."""
 
     format: ImageFormat
@@ -136,7 +190,7 @@ class ImageAssetPointerChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DmelChunk:
+class DmelChunk(_Chunk):
     """Audio tokens in their tensor container; base64 in JSON."""
 
     dmel: bytes
@@ -187,18 +241,19 @@ def chunk_from_builtins(value: Any) -> ModelInputChunk:
         kind = _inferred_type(value)
     if not isinstance(kind, str) or kind not in _CHUNK_TYPES:
         raise InvalidInputError(f"type: {kind!r} is not a chunk type (known: {', '.join(_CHUNK_TYPES)})", field="type")
-    chunk_type = _CHUNK_TYPES[kind]
+    wire_value = {name: item for name, item in value.items() if name != "override_dimensions"}
+    chunk: ModelInputChunk = _built(_CHUNK_TYPES[kind], wire_value)
+    return chunk
+
+
+def _built(chunk_type: type[Any], value: Mapping[str, Any]) -> Any:
     known = {name: value[name] for name in chunk_type.__dataclass_fields__ if value.get(name) is not None}
-    for name in ("data", "dmel"):
-        if isinstance(known.get(name), str):
-            known[name] = _from_base64(known[name], name)
-    known.pop("override_dimensions", None)
     try:
-        chunk: ModelInputChunk = chunk_type(**known)
+        return chunk_type(**known)
     except TypeError:
         needed = [spec.name for spec in fields(chunk_type) if spec.default is MISSING and spec.name not in known]
+        kind = chunk_type.__dataclass_fields__["type"].default
         raise InvalidInputError(f"{kind} chunk lacks {' and '.join(needed)}", field=needed[0]) from None
-    return chunk
 
 
 def _inferred_type(value: Mapping[str, Any]) -> str:
@@ -227,6 +282,16 @@ def _check_format(value: Any) -> None:
 def _check_count(name: str, value: Any) -> None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
         raise InvalidInputError(f"{name}: expected a count of 0 or more, got {value!r}", field=name)
+
+
+def _dimensions_of(value: Any) -> ImageDimensions | None:
+    if value is None or isinstance(value, ImageDimensions):
+        return value
+    if not isinstance(value, Mapping) or set(value) != {"width", "height"}:
+        raise InvalidInputError(
+            f"override_dimensions: expected width and height, got {value!r}", field="override_dimensions"
+        )
+    return ImageDimensions(**value)
 
 
 def _bytes_of(value: Any, name: str) -> bytes:

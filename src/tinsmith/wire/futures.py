@@ -6,6 +6,18 @@ from typing import Annotated, Literal, TypeAlias
 
 from tinsmith.errors import RequestErrorCategory
 from tinsmith.wire.message import NOT_GIVEN, Message, since
+from tinsmith.wire.training import (
+    CreateModelResponse,
+    ForwardBackwardOutput,
+    OptimStepResponse,
+    UnloadModelResponse,
+)
+from tinsmith.wire.weights import (
+    LoadWeightsResponse,
+    SaveWeightsExternalResponse,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsResponse,
+)
 
 RequestID: TypeAlias = str
 
@@ -44,6 +56,21 @@ class RequestFailedResponse(Message, frozen=True, kw_only=True):
 
     error: str
     category: RequestErrorCategory = RequestErrorCategory.Unknown
+
+
+FutureRetrieveResponse: TypeAlias = (
+    TryAgainResponse
+    | ForwardBackwardOutput
+    | OptimStepResponse
+    | SaveWeightsResponse
+    | LoadWeightsResponse
+    | SaveWeightsForSamplerResponse
+    | SaveWeightsExternalResponse
+    | CreateModelResponse
+    | UnloadModelResponse
+    | RequestFailedResponse
+)
+"""What the result of an operation other than sampling can be, under the name that programs annotate it with."""
 
 
 class SamplingSessionFuturesTarget(Message, frozen=True, kw_only=True):

@@ -6,15 +6,17 @@ Does not know: any vocabulary or model (the server checks ids against those).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeAlias, get_args
 
 import numpy as np
 
-from tinsmith.errors import InvalidInputError, UnknownLossInputError
+from tinsmith.errors import InvalidInputError, UnknownFieldError, UnknownLossInputError
 from tinsmith.wire.chunks import EncodedTextChunk, ModelInputChunk, chunk_from_builtins
 from tinsmith.wire.frozen import Frozen
+from tinsmith.wire.model_methods import ModelField, ModelMethods, check_options
 from tinsmith.wire.numbers import Array, check_ids, is_torch_tensor, torch_to_numpy
 from tinsmith.wire.tensors import TensorData, TensorDtype, sparse_if_smaller, tensor_of, tensors_from_builtins
 
@@ -35,7 +37,7 @@ SPARSE_KEYS = frozenset({"target_tokens", "weights"})
 """2-D torch tensors under these keys travel as CSR where that is smaller."""
 
 
-class ModelInput(Frozen):
+class ModelInput(ModelMethods, Frozen):
     """The model's input: chunks one after another."""
 
     __slots__ = ("chunks",)
@@ -89,6 +91,24 @@ class ModelInput(Frozen):
         if not isinstance(value, Mapping) or not isinstance(value.get("chunks"), list):
             raise InvalidInputError("expected a model input: an object with a list of chunks", field="chunks")
         return cls(chunks=value["chunks"])
+
+    @classmethod
+    def model_validate(cls, value: Any, **options: Any) -> Self:
+        check_options("model_validate", options)
+        return value if isinstance(value, cls) else cls.from_builtins(value)
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        for name in update or ():
+            if name != "chunks":
+                raise UnknownFieldError(f"ModelInput has no field {name!r}; it has: chunks", field=name)
+        return (copy.deepcopy(self) if deep else self).replace(**(update or {}))
+
+    @classmethod
+    def _fields_of_model(cls) -> dict[str, ModelField]:
+        return {"chunks": ModelField(list[ModelInputChunk])}
+
+    def _values_of_model(self) -> Iterator[tuple[str, Any]]:
+        yield "chunks", self.chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,16 +12,18 @@ Does not know: any particular message, HTTP, protobuf.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MemberDescriptorType
-from typing import Annotated, Any, Self, TypeAlias, TypeVar, cast
+from typing import Annotated, Any, Self, TypeAlias, TypeVar, cast, get_type_hints
 
 import msgspec
 
 from tinsmith.errors import InvalidInputError, UnknownFieldError
+from tinsmith.wire.model_methods import ModelField, ModelMethods, check_options
 
 NOT_GIVEN: Any = msgspec.UNSET
 """Default of an optional field that stays off the wire. Typed Any so that a field's annotation is what readers get."""
@@ -85,31 +87,49 @@ class MessageMeta(msgspec.StructMeta):
                 raise InvalidInputError(f"{cls.__name__}: {describe(error, cls)}", field=field_of(error)) from None
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, metaclass=MessageMeta):
+class Message(ModelMethods, msgspec.Struct, frozen=True, kw_only=True, metaclass=MessageMeta):
     """A frozen wire message."""
 
-    def model_dump(self, *, mode: str = "python", exclude_none: bool = False, **_: Any) -> dict[str, Any]:
-        """The fields as plain Python values; the name is the one that programs written for pydantic models call."""
-        dumped: dict[str, Any] = _dump(self, plain=mode == "json", exclude_none=exclude_none)
-        return dumped
-
-    def model_dump_json(self, **_: Any) -> str:
-        """The message as JSON text."""
-        return msgspec.json.encode(self, enc_hook=enc_hook).decode()
-
-    def model_copy(self, *, update: Mapping[str, Any] | None = None, **_: Any) -> Self:
-        """A copy with some fields replaced."""
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with some fields replaced; the new values are checked."""
+        source = copy.deepcopy(self) if deep else self
         names = zip(self.__struct_encode_fields__, self.__struct_fields__, strict=True)
-        values = {wire_name: raw(self, name) for wire_name, name in names}
+        values = {wire_name: raw(source, name) for wire_name, name in names}
         return type(self)(**(values | dict(update or {})))
 
     @classmethod
-    def model_validate(cls, value: Any, **_: Any) -> Self:
+    def model_validate(cls, value: Any, **options: Any) -> Self:
         """Read plain values as a server's answer would be read: unknown fields are ignored."""
+        check_options("model_validate", options)
         try:
             return msgspec.convert(value, cls, dec_hook=dec_hook)
         except msgspec.ValidationError as error:
             raise InvalidInputError(f"{cls.__name__}: {describe(error, cls)}", field=field_of(error)) from None
+
+    @classmethod
+    def _fields_of_model(cls) -> dict[str, ModelField]:
+        hints = get_type_hints(cls)
+        fields = {}
+        for spec in msgspec.structs.fields(cls):
+            factory = None if spec.default_factory is msgspec.NODEFAULT else spec.default_factory
+            default = None if spec.default is NOT_GIVEN or factory is not None else spec.default
+            fields[spec.name] = ModelField(hints[spec.name], default, factory)
+        config = cls.__struct_config__
+        if config.tag_field is not None:
+            fields[config.tag_field] = ModelField(str, config.tag)
+        return fields
+
+    def _values_of_model(self) -> Iterator[tuple[str, Any]]:
+        yield from ((name, getattr(self, name)) for name in self.__struct_fields__)
+        config = self.__struct_config__
+        if config.tag_field is not None:
+            yield config.tag_field, config.tag
+
+    def _is_set(self, name: str, field: ModelField) -> bool:
+        if name not in self.__struct_fields__:
+            return False
+        stored = raw(self, name)
+        return stored is not NOT_GIVEN and (stored is None or not field.holds_default(stored))
 
 
 class Tagged(Message, frozen=True, kw_only=True, tag_field="type"):
@@ -190,26 +210,6 @@ def _none_if_not_given(member: MemberDescriptorType, fallback: Callable[[Any], A
     read.stored = stored  # type: ignore[attr-defined]
     read.set_stored = member.__set__  # type: ignore[attr-defined]
     return read
-
-
-def _dump(value: Any, *, plain: bool, exclude_none: bool) -> Any:
-    if isinstance(value, Message):
-        fields = {name: getattr(value, name) for name in value.__struct_fields__}
-        config = value.__struct_config__
-        if config.tag_field is not None:
-            fields[config.tag_field] = config.tag
-        value = fields
-    if isinstance(value, Mapping):
-        return {
-            key: _dump(item, plain=plain, exclude_none=exclude_none)
-            for key, item in value.items()
-            if not (exclude_none and item is None)
-        }
-    if isinstance(value, (list, tuple)):
-        return [_dump(item, plain=plain, exclude_none=exclude_none) for item in value]
-    if hasattr(value, "to_builtins"):
-        return value.to_builtins()
-    return msgspec.to_builtins(value) if plain else value
 
 
 def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

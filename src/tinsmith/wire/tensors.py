@@ -15,7 +15,7 @@ import numpy as np
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.wire.frozen import Frozen
-from tinsmith.wire.numbers import Array, float_array, int_array, torch_to_numpy
+from tinsmith.wire.numbers import Array, float_array, int_array, is_torch_tensor, torch_to_numpy
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ class TensorData(Frozen):
 
     def __init__(
         self,
-        data: Sequence[int] | Sequence[float] | Array | None = None,
+        data: Sequence[int] | Sequence[float] | Array | torch.Tensor | None = None,
         dtype: TensorDtype | None = None,
         shape: Sequence[int] | None = None,
         sparse_crow_indices: Sequence[int] | None = None,
@@ -51,6 +51,8 @@ class TensorData(Frozen):
     ) -> None:
         if data is None:
             raise InvalidInputError("TensorData: data is required", field="data")
+        if is_torch_tensor(data):
+            data = torch_to_numpy(data, "data")
         _fill(self, data, dtype, shape, sparse_crow_indices, sparse_col_indices, "data")
 
     @classmethod
@@ -119,9 +121,9 @@ class TensorData(Frozen):
 
         return torch.from_numpy(np.array(self.to_numpy(pad_value)))
 
-    def tolist(self) -> Any:
-        """The dense tensor as nested lists."""
-        return self.to_numpy().tolist()
+    def tolist(self, pad_value: float = 0) -> Any:
+        """The dense tensor as nested lists; cells that CSR does not list hold `pad_value`."""
+        return self.to_numpy(pad_value).tolist()
 
     def __len__(self) -> int:
         return self.shape[0] if self.shape else int(self.array.size)

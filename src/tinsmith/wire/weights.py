@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -13,6 +14,8 @@ from tinsmith.wire.training import AdamOptimizerConfig, ModelID, OptimizerConfig
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
 
+HOSTED_CONSOLE = "https://tinker.thinkingmachines.ai"
+"""Where the hosted service shows sessions, runs and checkpoints."""
 PATH_PREFIX = "tinker://"
 KINDS: dict[str, CheckpointType] = {
     "weights": "training",
@@ -65,8 +68,36 @@ class SaveWeightsRequest(Message, frozen=True, kw_only=True):
     type: Literal["save_weights"] = "save_weights"
 
 
-class SaveWeightsResponse(Message, frozen=True, kw_only=True):
+class _Saved(Message, frozen=True, kw_only=True, dict=True):
+    """An answer that names a checkpoint; `with_console` lets it know where that can be looked at."""
+
     path: str
+
+    def get_console_url(self) -> str:
+        """The page of this checkpoint: on the server that answered, on the hosted console if that is not known."""
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(self.path)
+        place = f"{quote(parsed.training_run_id, safe='')}/{quote(parsed.checkpoint_id, safe='')}"
+        return f"{_console_of(self)}/checkpoints/{place}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return *super().__reduce__(), dict(vars(self))
+
+
+Saved = TypeVar("Saved", bound=_Saved)
+
+
+def with_console(answer: Saved, console: str) -> Saved:
+    """An answer that knows the address of its server's console. It does not travel, and does not count in `==`."""
+    vars(answer)["console"] = console
+    return answer
+
+
+def _console_of(answer: _Saved) -> str:
+    console: str = vars(answer).get("console", HOSTED_CONSOLE)
+    return console
+
+
+class SaveWeightsResponse(_Saved, frozen=True, kw_only=True):
     type: Literal["save_weights"] | None = NOT_GIVEN
 
 
@@ -112,11 +143,14 @@ class SaveWeightsForSamplerResponseInternal(Message, frozen=True, kw_only=True):
     type: Literal["save_weights_for_sampler"] | None = NOT_GIVEN
 
 
-class SaveWeightsForSamplerResponse(Message, frozen=True, kw_only=True):
+class SaveWeightsForSamplerResponse(_Saved, frozen=True, kw_only=True):
     """What the user gets."""
 
-    path: str
     type: Literal["save_weights_for_sampler"] | None = NOT_GIVEN
+
+    def get_playground_url(self) -> str:
+        """The page on which these weights can be tried; of the same console as `get_console_url`."""
+        return f"{_console_of(self)}/playground?mode=checkpoint&checkpoint={quote(self.path, safe='')}"
 
 
 class SaveWeightsExternalRequest(Message, frozen=True, kw_only=True):

@@ -154,6 +154,61 @@ t.EncodedTextChunk(tokens=[1]).model_copy(update={"tokens": [2]}).tokens
 t.ImageChunk(data=b"x", format="png").model_dump()
 t.ImageChunk(data=b"x", format="png").model_dump_json()
 t.ImageChunk(data=b"x", format="png").model_copy(update={"expected_tokens": 5}).length
+MIXED.model_dump()
+MIXED.model_dump(mode="json")
+MIXED.model_dump_json()
+MIXED.model_dump_json(indent=2)
+MIXED.model_dump_json(exclude_none=True)
+MIXED.model_dump(exclude_unset=True)
+MIXED.model_dump(exclude_defaults=True)
+MIXED.model_dump(include={"chunks": {0: {"tokens"}}})
+MIXED.model_dump(include={"chunks": {-1}})
+MIXED.model_dump(include={"chunks": {0: {"tokens"}, "__all__": {"type"}}})
+MIXED.model_dump(include={"chunks": {"tokens"}})
+MIXED.model_dump(exclude={"chunks": {"__all__": {"type"}}})
+MIXED.model_dump(exclude={"chunks": {0: True}})
+MIXED.model_dump(exclude={"chunks": ...})
+MIXED.model_dump(include={"chunks": {0, 1}}, exclude={"chunks": {1: {"data"}}})
+MIXED.model_dump(include=set())
+MIXED.model_dump(include={"chunks": 5})
+MIXED.model_dump(excluding={"chunks"})
+MIXED.model_copy(deep=True) == MIXED
+MIXED.model_copy(update={"chunks": []}).length
+t.ModelInput.model_validate_json(MIXED.model_dump_json()) == MIXED
+t.ModelInput.model_validate(MIXED) == MIXED
+t.ModelInput.model_validate([1])
+t.ModelInput.model_validate_json("{")
+list(t.ModelInput.model_fields)
+list(t.ImageAssetPointerChunk.model_fields)[-1]
+t.ImageChunk.model_validate({"data": "eA==", "format": "png"}).data
+t.ImageChunk.model_validate({"format": "png"})
+t.ImageChunk.model_validate({"data": "eA==", "format": "png", "type": "dmel"})
+t.DmelChunk.model_validate_json('{"dmel": "YWI="}').dmel
+t.EncodedTextChunk.model_validate_json('{"tokens": [1, 2]}').tokens
+request().model_dump()["prompt"]
+request().model_dump(exclude_unset=True)
+request().model_dump(exclude_defaults=True)
+request().model_dump(include={"sampling_params": {"max_tokens"}, "num_samples": True})
+request().model_dump_json(include={"sampling_params"}, exclude={"sampling_params": {"seed", "stop"}})
+t.SamplingParams(max_tokens=3, stop=None).model_dump(exclude_unset=True)
+t.SamplingParams(max_tokens=3, stop=None).model_dump(exclude_defaults=True)
+t.SamplingParams(max_tokens=3).model_dump(exclude={"max_tokens", "nothing"}, exclude_none=True)
+t.AdamParams(beta1=0.9).model_dump(exclude_unset=True)
+t.AdamOptimizerConfig().model_dump(exclude_defaults=True)
+t.AdamOptimizerConfig().model_dump_json()
+t.AdamParams.model_fields["beta1"].default
+t.AdamParams.model_fields["beta1"].annotation
+t.AdamParams.model_fields["beta1"].is_required()
+t.LoraConfig.model_fields["rank"].is_required()
+list(t.AdamOptimizerConfig.model_fields)
+t.AdamParams.model_validate_json("[1]")
+t.SaveWeightsResponse(path="tinker://run:train:0/weights/a b").get_console_url()
+t.SaveWeightsForSamplerResponse(path="tinker://run/sampler_weights/a").get_console_url()
+t.SaveWeightsForSamplerResponse(path="tinker://run/sampler_weights/a b").get_playground_url()
+t.SaveWeightsResponse(path="run/weights/a").get_console_url()
+t.TensorData(data=torch.tensor([[1, 2]]), dtype="int64").tolist()
+t.TensorData(data=torch.tensor([1, 2]), dtype="float32").data
+t.TensorData([1, 2], "int64").tolist(pad_value=5)
 checkpoint().model_dump(mode="json")
 checkpoint().model_dump_json()
 dataclasses.replace(datum({}), loss_fn_inputs={"weights": [1.0]}).loss_fn_inputs["weights"].tolist()
@@ -359,6 +414,8 @@ def names_for_expressions() -> dict[str, Any]:
     import torch
 
     sparse = {"shape": [1, 2], "sparse_crow_indices": [0, 1], "sparse_col_indices": [1]}
+    image = types.ImageChunk(data=b"x", format="png")
+    mixed = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=[1, 2]), image])
     moment = {"checkpoint_type": "training", "time": "2026-01-01T00:00:00Z"}
     return {
         "tinker": package,
@@ -366,6 +423,8 @@ def names_for_expressions() -> dict[str, Any]:
         "np": numpy,
         "torch": torch,
         "dataclasses": dataclasses,
+        "MIXED": mixed,
+        "request": lambda: types.SampleRequest(prompt=mixed, sampling_params=types.SamplingParams(max_tokens=2)),
         "SPARSE": types.TensorData(data=[7], dtype="int64", **sparse),
         "datum": lambda inputs, **more: types.Datum(types.ModelInput.from_ints([1]), inputs, **more),
         "span": lambda kind: getattr(types, f"{kind}ProvenanceSpan")(sequence_id="s", length=1),

@@ -1,0 +1,106 @@
+"""Waiting for a result: the deadline counts once, and what is held is given back."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tinsmith.client.limits import Limits
+from tinsmith.client.outage import Affected, Outage
+from tinsmith.client.polling import wait_for_result
+from tinsmith.config import ClientConfig
+from tinsmith.errors import APITimeoutError, TinkerError
+from tinsmith.transport.base import HttpResponse
+from tinsmith.wire.routes import OPTIM_STEP
+from tinsmith.wire.training import OptimStepResponse
+
+LARGE = {"status": "complete_metadata", "response_payload_size": 1000}
+PENDING = {"type": "try_again", "request_id": "r", "queue_state": "active"}
+
+
+class FakeConnection:
+    """Answers polls from a list, and keeps what was asked."""
+
+    def __init__(self, answers: list[dict[str, Any]], **settings: Any) -> None:
+        self.config = ClientConfig(base_url="http://127.0.0.1:1", api_key="tml-a", **settings)
+        self.limits = Limits()
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.timeouts: list[float] = []
+        self.held: list[int] = []
+        self._answers = answers
+        self._all = self.limits.response_bytes._free
+
+    async def send(self, route: Any, body: bytes, *, headers: Any, timeout_s: float, **_: Any) -> HttpResponse:
+        self.asked.append(json.loads(body))
+        self.headers.append(dict(headers))
+        self.timeouts.append(timeout_s)
+        self.held.append(self._all - self.limits.response_bytes._free)
+        answer = self._answers.pop(0)
+        return HttpResponse(status=200, headers={}, body=json.dumps(answer).encode(), url="http://127.0.0.1:1")
+
+
+def wait(connection: FakeConnection, **options: Any) -> Any:
+    return asyncio.run(
+        wait_for_result(connection, OPTIM_STEP, "r", what="optim_step of m", outage=Outage(), **options)  # type: ignore[arg-type]
+    )
+
+
+def test_a_large_result_is_asked_for_again_within_the_same_deadline() -> None:
+    connection = FakeConnection([PENDING, LARGE, PENDING, {"metrics": {"a": 1.0}}], result_deadline_s=30.0)
+    answer: OptimStepResponse = wait(connection, since=time.monotonic() - 20.0, submit_s=0.5)
+
+    assert answer.metrics == {"a": 1.0}
+    assert [body["allow_metadata_only"] for body in connection.asked] == [True, True, False, False]
+    assert all(seconds <= 10.0 for seconds in connection.timeouts)
+    assert connection.timeouts == sorted(connection.timeouts, reverse=True)
+    assert [headers["x-tinker-request-iteration"] for headers in connection.headers] == ["0", "1", "2", "3"]
+
+
+def test_a_deadline_that_passes_while_the_result_is_fetched_is_said() -> None:
+    connection = FakeConnection([LARGE, *[PENDING] * 1000], result_deadline_s=0.3)
+    with pytest.raises(APITimeoutError, match=r"optim_step of m: no result after 0.3 s \(result_deadline_s\)"):
+        wait(connection)
+
+
+def test_a_deadline_that_passes_while_there_is_no_room_is_said() -> None:
+    connection = FakeConnection([LARGE], result_deadline_s=0.1)
+
+    async def run() -> None:
+        await connection.limits.response_bytes.acquire(connection._all)
+        await wait_for_result(connection, OPTIM_STEP, "r", what="optim_step of m", outage=Outage())  # type: ignore[arg-type]
+
+    with pytest.raises(APITimeoutError, match="result_deadline_s"):
+        asyncio.run(run())
+    assert len(connection.asked) == 1
+
+
+def test_room_for_a_large_result_is_held_while_it_is_fetched() -> None:
+    connection = FakeConnection([LARGE, {"metrics": {}}])
+    wait(connection)
+    assert connection.held == [0, 1000]
+    assert connection.limits.response_bytes._free == connection._all
+
+
+def test_a_server_that_gives_only_the_size_is_named() -> None:
+    connection = FakeConnection([LARGE, LARGE])
+    with pytest.raises(TinkerError, match="optim_step of m: the server tells the size of the result"):
+        wait(connection)
+    assert connection.limits.response_bytes._free == connection._all
+
+
+def test_an_outage_is_told_by_the_first_and_is_over_with_the_last() -> None:
+    outage = Outage()
+    first, second = Affected(outage), Affected(outage)
+    assert first.begin()
+    assert not first.begin()
+    assert not second.begin()
+    first.over()
+    assert not first.begin(), "the second is still in trouble"
+    for one in (first, second, second):
+        one.over()
+    assert second.begin()
