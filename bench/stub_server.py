@@ -160,7 +160,8 @@ class Connection(asyncio.BufferedProtocol):
     def __init__(self, stub: Stub, shared: memoryview) -> None:
         self._stub = stub
         self._shared = shared
-        self._rest = b""
+        self._parts: list[bytes] = []
+        self._missing = 0
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -178,20 +179,24 @@ class Connection(asyncio.BufferedProtocol):
         return self._shared
 
     def buffer_updated(self, nbytes: int) -> None:
-        received = self._shared[:nbytes].tobytes()
-        data = self._rest + received if self._rest else received
+        self._parts.append(self._shared[:nbytes].tobytes())
+        self._missing -= nbytes
+        if self._missing > 0:
+            return
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         answers = []
         start, end = 0, data.find(END_OF_HEAD)
         while end >= 0:
             length = _LENGTH.search(data, start, end + 2)
             stop = end + 4 + (int(length[1]) if length is not None else 0)
             if len(data) < stop:
+                self._missing = stop - len(data)
                 break
             first = data.find(b" ", start) + 1
             path = data[first : data.find(b" ", first)]
             answers.append(self._stub.answer(path, data[end + 4 : stop]))
             start, end = stop, data.find(END_OF_HEAD, stop)
-        self._rest = data[start:]
+        self._parts = [data[start:]] if start < len(data) else []
         if answers:
             assert self._transport is not None
             self._transport.write(answers[0] if len(answers) == 1 else b"".join(answers))
