@@ -147,11 +147,24 @@ class Connection(asyncio.BufferedProtocol):
             self.was_sent = True
             self._transport.write(head + body)
             return
-        self._sender = self._loop.create_task(self._send(request, head))
+        self._sender = self._loop.create_task(
+            self._send_bytes(body, head) if isinstance(body, bytes) else self._send_pieces(request, head)
+        )
         self._sender.add_done_callback(self._sending_ended)
 
-    async def _send(self, request: HttpRequest, head: bytes) -> None:
-        """A body in pieces, no faster than they are taken; the head goes with the first."""
+    async def _send_bytes(self, body: bytes, head: bytes) -> None:
+        """A large body, no faster than it is taken."""
+        assert self._transport is not None
+        self.was_sent = True
+        self._transport.write(head)
+        view = memoryview(body)
+        for position in range(0, len(body), PIECE_BYTES):
+            self._transport.write(view[position : position + PIECE_BYTES])
+            if self._room is not None:
+                await self._room
+
+    async def _send_pieces(self, request: HttpRequest, head: bytes) -> None:
+        """An upload, no faster than it is taken; the head goes with the first piece."""
         assert self._transport is not None
         is_chunked = request.body_length is None
         async for piece in request.pieces():
@@ -164,6 +177,7 @@ class Connection(asyncio.BufferedProtocol):
             if self._room is not None:
                 await self._room
         if head or is_chunked:
+            self.was_sent = True
             self._transport.write(head + b"0\r\n\r\n" if is_chunked else head)
 
     def _sending_ended(self, sender: asyncio.Task[None]) -> None:

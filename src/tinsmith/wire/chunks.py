@@ -8,13 +8,13 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.wire.numbers import Array, token_ids
+from tinsmith.wire.numbers import Array, int32_bytes, packed_ids, token_ids
 
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
 
@@ -23,29 +23,55 @@ _set = object.__setattr__
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class EncodedTextChunk:
-    """Tokens of text. A list is copied; a numpy array is kept as it is."""
+    """Tokens of text. A list is copied; a numpy array is kept as it is.
+
+    The copy of a long list is kept packed, which is what a request needs, until somebody asks for `tokens`.
+    """
 
     tokens: Sequence[int] | Array
     type: Literal["encoded_text"] = "encoded_text"
+    _packed: Array | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         _check_type(self)
-        _set(self, "tokens", token_ids(self.tokens, "tokens"))
+        packed = packed_ids(self.tokens)
+        if packed is None:
+            _set(self, "tokens", token_ids(self.tokens, "tokens"))
+        else:
+            _set(self, "_packed", packed)
+            object.__delattr__(self, "tokens")
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for `tokens` while they are packed: from then on the list is what counts."""
+        packed = self._packed if name == "tokens" else None
+        if packed is None:
+            return object.__getattribute__(self, name)
+        tokens = packed.tolist()
+        _set(self, "tokens", tokens)
+        _set(self, "_packed", None)
+        return tokens
+
+    @property
+    def _held(self) -> Sequence[int] | Array:
+        packed = self._packed
+        return self.tokens if packed is None else packed
 
     @property
     def length(self) -> int:
-        return len(self.tokens)
+        return len(self._held)
 
     @property
     def estimated_bytes(self) -> int:
-        return 4 * len(self.tokens)
+        return 4 * len(self._held)
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(str, self.tokens[:8])) + (", ..." if len(self.tokens) > 8 else "")
-        return f"EncodedTextChunk(tokens=[{shown}], length={len(self.tokens)})"
+        held = self._held
+        shown = ", ".join(map(str, held[:8])) + (", ..." if len(held) > 8 else "")
+        return f"EncodedTextChunk(tokens=[{shown}], length={len(held)})"
 
     def to_ints(self) -> list[int]:
-        ints: list[int] = self.tokens.tolist() if isinstance(self.tokens, np.ndarray) else list(self.tokens)
+        held = self._held
+        ints: list[int] = held.tolist() if isinstance(held, np.ndarray) else list(held)
         return ints
 
     def to_builtins(self) -> dict[str, Any]:
@@ -57,6 +83,11 @@ class EncodedTextChunk:
         return self.to_ints() == other.to_ints()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def token_bytes(chunk: EncodedTextChunk) -> bytes | memoryview:
+    """The tokens of a chunk as they travel: little-endian int32."""
+    return int32_bytes(chunk._held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +219,9 @@ def chunk_from_builtins(value: Any) -> ModelInputChunk:
     if not isinstance(kind, str) or kind not in _CHUNK_TYPES:
         raise InvalidInputError(f"type: {kind!r} is not a chunk type (known: {', '.join(_CHUNK_TYPES)})", field="type")
     chunk_type = _CHUNK_TYPES[kind]
-    known = {name: value[name] for name in chunk_type.__dataclass_fields__ if value.get(name) is not None}
+    known = {
+        spec.name: value[spec.name] for spec in fields(chunk_type) if spec.init and value.get(spec.name) is not None
+    }
     for name in ("data", "dmel"):
         if isinstance(known.get(name), str):
             known[name] = _from_base64(known[name], name)

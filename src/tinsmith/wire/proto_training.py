@@ -14,6 +14,7 @@ from tinsmith.wire.chunks import (
     ImageChunk,
     ImageDimensions,
     ModelInputChunk,
+    token_bytes,
 )
 from tinsmith.wire.inputs import (
     Datum,
@@ -24,7 +25,7 @@ from tinsmith.wire.inputs import (
     SampledProvenanceSpan,
 )
 from tinsmith.wire.message import NOT_GIVEN
-from tinsmith.wire.numbers import Array, int32_bytes
+from tinsmith.wire.numbers import Array
 from tinsmith.wire.protobuf import (
     MAX_ITEMS,
     Field,
@@ -139,7 +140,7 @@ def _datum_message(datum: Datum) -> Message:
 def _chunk_message(chunk: ModelInputChunk, index: int) -> Message:
     inner, message = Message(), Message()
     if isinstance(chunk, EncodedTextChunk):
-        inner.blob(1, int32_bytes(chunk.tokens))
+        inner.blob(1, token_bytes(chunk))
         message.message(1, inner)
     elif isinstance(chunk, ImageChunk):
         inner.blob(1, chunk.data)
