@@ -190,9 +190,9 @@ class Connection:
 
     def transport(self) -> Transport:
         if self._transport is None:
-            from tinsmith.transport.http import HttpTransport
+            from tinsmith.transport.direct import DirectTransport
 
-            self._transport = HttpTransport()
+            self._transport = DirectTransport()
         return self._transport
 
     async def close(self) -> None:

@@ -37,6 +37,7 @@ from tinsmith.wire.combining import combine
 from tinsmith.wire.futures import UntypedAPIFuture
 from tinsmith.wire.inputs import LIST_DTYPES, Datum, ModelInput
 from tinsmith.wire.message import NOT_GIVEN
+from tinsmith.wire.protobuf import Message as ProtobufMessage
 from tinsmith.wire.routes import (
     FORWARD,
     FORWARD_BACKWARD,
@@ -307,7 +308,7 @@ class TrainingClient:
         """Encode a request, number it here, in the caller's thread, and send it when its turn comes."""
         unnumbered = json_codec.encode(request)
         number = self._numbers.take()
-        body = _numbered(unnumbered, JSON_TYPE, number + 1)
+        body = _numbered(unnumbered, number + 1)
         work = self._run_one(name, route, number, body, finish, time.monotonic())
         return self.holder.submit(name, work, cancellable=False)
 
@@ -380,11 +381,11 @@ class TrainingClient:
             )
             for chunk in split(data, ChunkLimits.of(connection.server), size_of)
         ]
-        encode = proto_training.encode_request if connection.speaks_protobuf else _json_body
+        encode = proto_training.request_message if connection.speaks_protobuf else _json_body
         bodies = [encode(request) for request in requests]
         number = self._numbers.take(len(requests)) if first is None else first
         return [
-            _Part(number + i, request, _numbered(body, content_type, number + i + 1), content_type, time.monotonic())
+            _Part(number + i, request, _numbered(body, number + i + 1), content_type, time.monotonic())
             for i, (request, body) in enumerate(zip(requests, bodies, strict=True))
         ]
 
@@ -468,7 +469,7 @@ class TrainingClient:
         route = FORWARD if part.request.forward_only else FORWARD_BACKWARD
         body = part.body
         if part.content_type != JSON_TYPE:
-            body = _numbered(_json_body(part.request), JSON_TYPE, part.number + 1)
+            body = _numbered(_json_body(part.request), part.number + 1)
         return route, await self.holder.promise(route, body, policy=self.holder.connection.policy(part.called))
 
     async def _run_custom(
@@ -545,11 +546,12 @@ def _json_body(request: ForwardBackwardRequest) -> bytes:
     return json_codec.encode(ForwardBackwardRequest(forward_backward_input=work, model_id=model_id))
 
 
-def _numbered(body: bytes, content_type: str, seq_id: int) -> bytes:
-    """An encoded request with its number, which is known only after the rest has proved right."""
-    if content_type == PROTOBUF_TYPE:
-        return proto_training.with_seq_id(body, seq_id)
-    return body[:-1] + b',"seq_id":%d}' % seq_id
+def _numbered(unnumbered: bytes | ProtobufMessage, seq_id: int) -> bytes:
+    """The body of a request, JSON or protobuf, with its number, which is known only after the rest has proved right."""
+    if isinstance(unnumbered, bytes):
+        return unnumbered[:-1] + b',"seq_id":%d}' % seq_id
+    proto_training.add_seq_id(unnumbered, seq_id)
+    return unnumbered.encode()
 
 
 def _given(value: T | None) -> Any:

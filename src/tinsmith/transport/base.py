@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import re
+import urllib.request
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from tinsmith.transport.multipart import PIECE_BYTES, Multipart
 
 MAX_REDIRECTS = 10
 
+IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})  # RFC 9110, 9.2.2
+_THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
 _KEPT_HEADERS = frozenset({"accept", "accept-encoding", "content-encoding", "content-type", "range", "user-agent"})
@@ -36,6 +39,21 @@ class Purpose(enum.StrEnum):
     RETRIEVE = "retrieve"
     REST = "rest"
     TELEMETRY = "telemetry"
+
+
+LIMITS: Mapping[Purpose, int] = {
+    Purpose.TRAIN: 8,
+    Purpose.SAMPLE: 16,
+    Purpose.SESSION: 4,
+    Purpose.RETRIEVE: 64,
+    Purpose.REST: 6,
+    Purpose.TELEMETRY: 2,
+}
+"""Connections for each purpose, 100 together. Only the long polls of RETRIEVE may grow beyond."""
+GROW_BY = 64
+MAX_RETRIEVE = 1024
+KEEP_ALIVE_S = 4.0
+"""Below the 5 s after which uvicorn closes an idle connection, so that it is seldom closed under a request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -237,6 +255,12 @@ def redirected(request: HttpRequest, status: int, headers: Mapping[str, str]) ->
         return replace(request, url=url, headers=_without(request.headers, dropped))
     dropped = [*dropped, *(name for name in request.headers if name.lower().startswith("content-"))]
     return replace(request, method="GET", url=url, headers=_without(request.headers, dropped), body=None)
+
+
+def proxy_for(proxies: Mapping[str, str], scheme: str, host: str) -> str | None:
+    """The proxy that the environment has for a host; never one for this machine."""
+    is_direct = host in _THIS_MACHINE or urllib.request.proxy_bypass(host)
+    return None if is_direct else proxies.get(scheme)
 
 
 def _stays(old: SplitResult, new: SplitResult) -> bool:

@@ -22,7 +22,12 @@ from yarl import URL
 
 from tinsmith.errors import APIConnectionError, LimitExceededError, TinkerError
 from tinsmith.transport.base import (
+    GROW_BY,
+    IDEMPOTENT,
+    KEEP_ALIVE_S,
+    LIMITS,
     MAX_REDIRECTS,
+    MAX_RETRIEVE,
     HttpRequest,
     HttpResponse,
     Purpose,
@@ -32,27 +37,12 @@ from tinsmith.transport.base import (
     fault,
     is_redirect,
     lower_case,
+    proxy_for,
     redirected,
 )
 from tinsmith.transport.breaker import Gate
 from tinsmith.transport.multipart import PIECE_BYTES
 
-LIMITS: Mapping[Purpose, int] = {
-    Purpose.TRAIN: 8,
-    Purpose.SAMPLE: 16,
-    Purpose.SESSION: 4,
-    Purpose.RETRIEVE: 64,
-    Purpose.REST: 6,
-    Purpose.TELEMETRY: 2,
-}
-"""Connections for each purpose, 100 together. Only the long polls of RETRIEVE may grow beyond."""
-GROW_BY = 64
-MAX_RETRIEVE = 1024
-KEEP_ALIVE_S = 4.0
-"""Below the 5 s after which uvicorn closes an idle connection, so that it is seldom closed under a request."""
-
-_IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})  # RFC 9110, 9.2.2
-_THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
 _FAULTS = (aiohttp.ClientError, OSError, ValueError)
 
 
@@ -72,7 +62,7 @@ class HttpTransport:
         self._grow_after_s = grow_after_s
         self._max_body_bytes = max_body_bytes
         self._proxies = urllib.request.getproxies()
-        self._proxy = functools.cache(functools.partial(_proxy, self._proxies))
+        self._proxy = functools.cache(functools.partial(proxy_for, self._proxies))
         self._answer_class = _answer_class()
         self._pools: dict[Purpose, _Pool] = {}
         self._is_closed = False
@@ -287,12 +277,7 @@ def _may_repeat(error: Exception, request: HttpRequest, payload: _Payload | None
     is_unsent = payload is not None and not payload.was_sent
     if isinstance(error, aiohttp.ClientConnectionResetError):  # from a write that could not start
         return payload is None or is_unsent
-    return isinstance(error, _Unanswered) and error.is_stale and (is_unsent or request.method in _IDEMPOTENT)
-
-
-def _proxy(proxies: Mapping[str, str], scheme: str, host: str) -> str | None:
-    is_direct = host in _THIS_MACHINE or urllib.request.proxy_bypass(host)
-    return None if is_direct else proxies.get(scheme)
+    return isinstance(error, _Unanswered) and error.is_stale and (is_unsent or request.method in IDEMPOTENT)
 
 
 @functools.lru_cache(maxsize=256)

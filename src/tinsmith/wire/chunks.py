@@ -9,14 +9,14 @@ import base64
 import binascii
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, TypeAlias, get_args, get_type_hints
 
 import numpy as np
 
 from tinsmith.errors import InvalidInputError, UnknownFieldError
 from tinsmith.wire.model_methods import ModelField, ModelMethods, check_options
-from tinsmith.wire.numbers import Array, token_ids
+from tinsmith.wire.numbers import Array, int32_bytes, packed_ids, token_ids
 
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
 
@@ -52,12 +52,13 @@ class _Chunk(ModelMethods):
     @classmethod
     def _fields_of_model(cls) -> dict[str, ModelField]:
         hints = get_type_hints(cls)
-        return {spec.name: _model_field(hints[spec.name], spec.default) for spec in fields(cls)}  # type: ignore[arg-type]
+        specs = [spec for spec in fields(cls) if spec.init]  # type: ignore[arg-type]
+        return {spec.name: _model_field(hints[spec.name], spec.default) for spec in specs}
 
     def _values_of_model(self) -> Iterator[tuple[str, Any]]:
         for spec in fields(self):  # type: ignore[arg-type]
             value = getattr(self, spec.name)
-            if value is not None or spec.name not in ONLY_IF_SET:
+            if spec.init and (value is not None or spec.name not in ONLY_IF_SET):
                 yield spec.name, _plain(value)
 
 
@@ -76,29 +77,55 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class EncodedTextChunk(_Chunk):
-    """Tokens of text. A list is copied; a numpy array is kept as it is."""
+    """Tokens of text. A list is copied; a numpy array is kept as it is.
+
+    The copy of a long list is kept packed, which is what a request needs, until somebody asks for `tokens`.
+    """
 
     tokens: Sequence[int] | Array
     type: Literal["encoded_text"] = "encoded_text"
+    _packed: Array | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         _check_type(self)
-        _set(self, "tokens", token_ids(self.tokens, "tokens"))
+        packed = packed_ids(self.tokens)
+        if packed is None:
+            _set(self, "tokens", token_ids(self.tokens, "tokens"))
+        else:
+            _set(self, "_packed", packed)
+            object.__delattr__(self, "tokens")
+
+    def __getattr__(self, name: str) -> Any:
+        """Called for `tokens` while they are packed: from then on the list is what counts."""
+        packed = self._packed if name == "tokens" else None
+        if packed is None:
+            return object.__getattribute__(self, name)
+        tokens = packed.tolist()
+        _set(self, "tokens", tokens)
+        _set(self, "_packed", None)
+        return tokens
+
+    @property
+    def _held(self) -> Sequence[int] | Array:
+        packed = self._packed
+        return self.tokens if packed is None else packed
 
     @property
     def length(self) -> int:
-        return len(self.tokens)
+        return len(self._held)
 
     @property
     def estimated_bytes(self) -> int:
-        return 4 * len(self.tokens)
+        return 4 * len(self._held)
 
     def __repr__(self) -> str:
-        shown = ", ".join(map(str, self.tokens[:8])) + (", ..." if len(self.tokens) > 8 else "")
-        return f"EncodedTextChunk(tokens=[{shown}], length={len(self.tokens)})"
+        held = self._held
+        shown = ", ".join(map(str, held[:8])) + (", ..." if len(held) > 8 else "")
+        return f"EncodedTextChunk(tokens=[{shown}], length={len(held)})"
 
     def to_ints(self) -> list[int]:
-        ints: list[int] = self.tokens.tolist() if isinstance(self.tokens, np.ndarray) else list(self.tokens)
+        held = self._held
+        ints: list[int] = held.tolist() if isinstance(held, np.ndarray) else list(held)
         return ints
 
     def to_builtins(self) -> dict[str, Any]:
@@ -110,6 +137,11 @@ class EncodedTextChunk(_Chunk):
         return self.to_ints() == other.to_ints()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def token_bytes(chunk: EncodedTextChunk) -> bytes | memoryview:
+    """The tokens of a chunk as they travel: little-endian int32."""
+    return int32_bytes(chunk._held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +279,8 @@ def chunk_from_builtins(value: Any) -> ModelInputChunk:
 
 
 def _built(chunk_type: type[Any], value: Mapping[str, Any]) -> Any:
-    known = {name: value[name] for name in chunk_type.__dataclass_fields__ if value.get(name) is not None}
+    names = [spec.name for spec in fields(chunk_type) if spec.init]
+    known = {name: value[name] for name in names if value.get(name) is not None}
     try:
         return chunk_type(**known)
     except TypeError:

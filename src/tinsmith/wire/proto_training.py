@@ -14,6 +14,7 @@ from tinsmith.wire.chunks import (
     ImageChunk,
     ImageDimensions,
     ModelInputChunk,
+    token_bytes,
 )
 from tinsmith.wire.inputs import (
     Datum,
@@ -24,7 +25,7 @@ from tinsmith.wire.inputs import (
     SampledProvenanceSpan,
 )
 from tinsmith.wire.message import NOT_GIVEN
-from tinsmith.wire.numbers import Array, int32_bytes
+from tinsmith.wire.numbers import Array
 from tinsmith.wire.protobuf import (
     MAX_ITEMS,
     Field,
@@ -53,13 +54,16 @@ _MAX_INT32 = 2**31 - 1
 
 def encode_request(request: ForwardBackwardRequest) -> bytes:
     """The body of POST forward_backward."""
+    return request_message(request).encode()
+
+
+def request_message(request: ForwardBackwardRequest) -> Message:
+    """A request that can still be given its number, which may be known only after the rest has proved right."""
     work = request.forward_backward_input
     message = Message()
     message.text(1, request.model_id)
     if request.seq_id:
-        if request.seq_id > _MAX_INT32:
-            raise InvalidInputError(f"seq_id: {request.seq_id} does not fit the wire's 32 bits", field="seq_id")
-        message.number(2, request.seq_id)
+        add_seq_id(message, request.seq_id)
     for i, datum in enumerate(work.data):
         try:
             message.message(3, _datum_message(datum))
@@ -70,16 +74,14 @@ def encode_request(request: ForwardBackwardRequest) -> bytes:
         _write_config(message, name, value)
     if request.forward_only:
         message.number(6, 1)
-    return message.encode()
+    return message
 
 
-def with_seq_id(body: bytes, seq_id: int) -> bytes:
-    """An encoded request that has no number yet, with one; fields may stand in any order."""
+def add_seq_id(message: Message, seq_id: int) -> None:
+    """Give a request that has none its number; fields may stand in any order."""
     if not 0 < seq_id <= _MAX_INT32:
         raise InvalidInputError(f"seq_id: {seq_id} does not fit the wire's 32 bits", field="seq_id")
-    number = Message()
-    number.number(2, seq_id)
-    return body + number.encode()
+    message.number(2, seq_id)
 
 
 def decode_request(body: bytes | memoryview, max_datums: int = MAX_ITEMS) -> ForwardBackwardRequest:
@@ -138,7 +140,7 @@ def _datum_message(datum: Datum) -> Message:
 def _chunk_message(chunk: ModelInputChunk, index: int) -> Message:
     inner, message = Message(), Message()
     if isinstance(chunk, EncodedTextChunk):
-        inner.blob(1, int32_bytes(chunk.tokens))
+        inner.blob(1, token_bytes(chunk))
         message.message(1, inner)
     elif isinstance(chunk, ImageChunk):
         inner.blob(1, chunk.data)
