@@ -36,6 +36,7 @@ ALLOWED_LAZILY: dict[str, set[str]] = {
     "tinsmith.auth": {"client"},
     "tinsmith.compat": {"__init__", "types"},
     "tinsmith.cli.serve": {"server"},
+    "tinsmith.cli.key": {"server", "store"},
     "tinsmith.server.app": {"engine"},
 }
 OFFICIAL = {"tinker", "tinker_cookbook"}

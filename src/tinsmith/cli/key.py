@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import click
 
 from tinsmith.cli.serve import NEEDS_SERVER
+from tinsmith.config import ServerConfig
 from tinsmith.errors import TinkerError
-from tinsmith.server_config import ServerConfig
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
+from tinsmith.config import ServerConfig
 from tinsmith.errors import TinkerError
-from tinsmith.server_config import ServerConfig
 
 NEEDS_SERVER = "the server is not installed; pip install 'tinsmith[server]'"
 

@@ -14,6 +14,7 @@ from starlette.convertors import Convertor, register_url_convertor
 from starlette.routing import BaseRoute
 from starlette.routing import Route as StarletteRoute
 
+from tinsmith.config import ServerConfig
 from tinsmith.engine.base import Backend
 from tinsmith.errors import TinkerError
 from tinsmith.server import extensions
@@ -38,7 +39,6 @@ from tinsmith.server.services import Services
 from tinsmith.server.signing import Signer
 from tinsmith.server.usage import HOUR_S
 from tinsmith.server.work import Work
-from tinsmith.server_config import ServerConfig
 from tinsmith.store.base import Store
 from tinsmith.store.open import open_store
 from tinsmith.store.rows import CountRow, KeyRow

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tinsmith.config import ServerConfig
 from tinsmith.engine.base import Backend
 from tinsmith.server.access import Access
 from tinsmith.server.admission import Admission
@@ -18,7 +19,6 @@ from tinsmith.server.promises import Broker
 from tinsmith.server.runs import Runs
 from tinsmith.server.samples import Samples
 from tinsmith.server.signing import Signer
-from tinsmith.server_config import ServerConfig
 from tinsmith.store.base import Store
 from tinsmith.store.rows import SizeRow, TelemetryRow
 

@@ -18,11 +18,11 @@ from collections.abc import Callable
 import msgspec
 import uvicorn
 
+from tinsmith.config import ServerConfig
 from tinsmith.errors import TinkerError
 from tinsmith.server.app import drain, make_app, make_backend, make_services, make_store, prepare_keys
 from tinsmith.server.services import Services
 from tinsmith.server.sockets import TimedHttpProtocol
-from tinsmith.server_config import ServerConfig
 
 logger = logging.getLogger("tinsmith.server")
 
