@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import warnings
 from typing import Any
 
 import pytest
@@ -63,11 +64,13 @@ def test_the_frame_of_these_tests_is_a_good_graph() -> None:
         "torch.load", "torch.save", "torch.hub.load", "torch.ops.aten.add", "torch.utils.cpp_extension.load",
         "torch.serialization.load", "torch.classes.load_library", "torch.ops.load_library", "torch.jit.load",
         "torch.from_file", "torch.empty", "torch.empty_like", "torch.rand", "torch.randn_like", "torch.manual_seed",
-        "torch.set_num_threads", "torch.set_default_dtype", "torch.autograd.backward", "torch.as_strided", "torch.einsum",
+        "torch.set_num_threads", "torch.set_default_dtype", "torch.autograd.backward", "torch.as_strided",
+        "torch.einsum",
         "torch.Tensor.set_", "torch.Tensor.backward", "torch.Tensor.__reduce__", "torch.Tensor.__getattribute__",
         "operator.attrgetter", "operator.methodcaller", "operator.setitem", "operator.iadd", "operator.call",
         "operator.concat", "operator.lshift", "math.factorial", "math.comb", "math.perm", "setattr", "delattr",
-        "getattr.__class__", "torch..exp", "torch.exp ", "", "torch", "torch.add.__globals__", "torch.nn.functional.sys",
+        "getattr.__class__", "torch..exp", "torch.exp ", "", "torch", "torch.add.__globals__",
+        "torch.nn.functional.sys",
     ],
 )  # fmt: skip
 def test_functions_beside_the_list_are_refused(target: str) -> None:
@@ -80,7 +83,8 @@ def test_functions_beside_the_list_are_refused(target: str) -> None:
     [
         "item", "tolist", "numpy", "backward", "add_", "zero_", "set_", "resize_", "requires_grad_", "register_hook",
         "share_memory_", "storage", "untyped_storage", "data_ptr", "apply_", "map_", "__reduce_ex__", "__class__",
-        "__setstate__", "__getattribute__", "cuda", "cpu", "new_empty", "new_tensor", "as_strided", "unfold", "bernoulli",
+        "__setstate__", "__getattribute__", "cuda", "cpu", "new_empty", "new_tensor", "as_strided", "unfold",
+        "bernoulli",
         "random_", "copy_", "put_", "index_put_", "retain_grad", "module_load", "format", "join", "", "sum ",
     ],
 )  # fmt: skip
@@ -91,7 +95,7 @@ def test_methods_beside_the_list_are_refused(target: str) -> None:
 
 @pytest.mark.parametrize("attribute", ["__class__", "data", "grad", "grad_fn", "__dict__", "is_leaf", 3, None, P])
 def test_attributes_beside_the_list_are_refused(attribute: Any) -> None:
-    with pytest.raises((InvalidInputError, TypeError), match="reads an attribute|unhashable"):
+    with pytest.raises(InvalidInputError, match="reads an attribute"):
         uploaded(call("x", "getattr", P, attribute))
     with pytest.raises(InvalidInputError, match="reads an attribute"):
         uploaded(call("x", "getattr", P, "shape", None))
@@ -156,7 +160,7 @@ def deep(levels: int) -> Any:
         (deep(900), "6 deep"),
         ([0] * 300, "may hold 256 values"),
         (2**60, "integer that is too large"),
-        (10**5000, "integer that is too large"),
+        (10**4000, "integer that is too large"),
         (b"bytes", "of type bytes"),
         ("x" * 10**6, "is no argument"),
     ],
@@ -239,7 +243,8 @@ HUGE: list[tuple[str, list[CustomLossNode]]] = [
     ("broadcast", [method("a", "repeat", P, 2**15), method("b", "unsqueeze", {"ref": "a"}, 1),
                    call("x", "operator.mul", {"ref": "a"}, {"ref": "b"})]),
     ("masked_select", [method("a", "repeat", P, 2**15), method("b", "unsqueeze", {"ref": "a"}, 1),
-                       call("m", "operator.lt", {"ref": "b"}, 0), call("x", "torch.masked_select", {"ref": "a"}, {"ref": "m"})]),
+                       call("m", "operator.lt", {"ref": "b"}, 0),
+                       call("x", "torch.masked_select", {"ref": "a"}, {"ref": "m"})]),
     ("sum of many", [n for i in range(100) for n in [method(f"x{i}", "repeat", P, 2**21)]]),
 ]  # fmt: skip
 
@@ -333,8 +338,6 @@ _ARGUMENTS = st.recursive(
 def test_any_arguments_to_any_operation_end_in_a_result_or_a_refusal(
     target: str, args: list[Any], key: str, value: Any, has_keyword: bool
 ) -> None:
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch has opinions on odd arguments
         try:

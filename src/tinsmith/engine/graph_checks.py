@@ -78,8 +78,9 @@ def _check_operation(node: CustomLossNode, where: str) -> None:
         _refuse(where, "an input has no default")
     if node.target == "getattr" and node.op == "call_function":
         attribute = node.args[1] if len(node.args) == 2 else None
-        if node.kwargs or attribute not in allowed.ATTRIBUTES | allowed.RESULT_ATTRIBUTES:
-            known = ", ".join(sorted(allowed.ATTRIBUTES | allowed.RESULT_ATTRIBUTES))
+        readable = sorted(allowed.ATTRIBUTES | allowed.RESULT_ATTRIBUTES)
+        if node.kwargs or attribute not in readable:
+            known = ", ".join(readable)
             _refuse(where, f"reads an attribute that is not among {known}")
 
 
