@@ -19,7 +19,7 @@ from tinsmith.testing.engine import ArithmeticEngine, token_events
 
 
 def make(options: Mapping[str, Any]) -> Executor:
-    """Options: `card`; `hang`: never comes up; `start_log`, `log`: files that get a line per start and per job that begins;
+    """Options: `card`; `hang`: never comes up; `start_log`, `log`: files with a line per start and per job begun;
     `refuse`, `die_at_start`: how many starts, by the start log, go wrong; `die_in`: a job whose id contains this text
     kills the process; `hold_fifo`: a job whose id contains "hold" waits for this to be opened and closed.
     """

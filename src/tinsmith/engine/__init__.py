@@ -1,1 +1,1 @@
-"""The engine: what computes. The server knows `base` alone."""
+"""The engine: what computes. The server knows `base` alone; files below this package alone import torch."""
