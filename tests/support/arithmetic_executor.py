@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tinsmith.engine.base import Done, ModelCard, Sample, TokenEvent
-from tinsmith.engine.executor import Executor, SampleEvent, StartError, TrainingJob
+from tinsmith.engine.executor import Executor, SampleEvent, StartError, Step, TrainingJob
 from tinsmith.engine.frames import Finished, Tokens
 from tinsmith.testing.engine import ArithmeticEngine, token_events
 
@@ -52,7 +52,7 @@ class ArithmeticExecutor:
         self._die_in: str | None = options.get("die_in")
         self._hold_fifo: str | None = options.get("hold_fifo")
         self._engine = ArithmeticEngine([self._card])
-        self._samples: dict[str, tuple[Done, deque[TokenEvent], bool]] = {}
+        self._samples: dict[str, tuple[str, Done, deque[TokenEvent], bool]] = {}
 
     def describe(self) -> ModelCard:
         return self._card
@@ -72,11 +72,15 @@ class ArithmeticExecutor:
     def add_sample(self, job: Sample, stream: bool) -> None:
         self._begin(job.job_id)
         done, response = self._engine.sample(job)
-        self._samples[job.job_id] = (done, deque(token_events(response)), stream)
+        self._samples[job.job_id] = (job.tenant, done, deque(token_events(response)), stream)
 
-    def step(self) -> list[SampleEvent]:
+    def step(self, tenants: frozenset[str]) -> Step:
         events: list[SampleEvent] = []
-        for job_id, (done, left, stream) in list(self._samples.items()):
+        tokens: Counter[str] = Counter()
+        for job_id, (tenant, done, left, stream) in list(self._samples.items()):
+            if tenant not in tenants:
+                continue
+            tokens[tenant] += 1
             if left and stream:
                 events.append(Tokens(job_id, left.popleft()))
             elif left:
@@ -84,20 +88,16 @@ class ArithmeticExecutor:
             if not left:
                 del self._samples[job_id]
                 events.append(Finished(job_id, done))
-        return events
+        return Step(events, tokens)
 
     def cancel_sample(self, job_id: str) -> None:
         self._samples.pop(job_id, None)
-
-    @property
-    def has_samples(self) -> bool:
-        return bool(self._samples)
 
 
 class BrokenSampler(ArithmeticExecutor):
     """Fails in a step, not in a job."""
 
-    def step(self) -> list[SampleEvent]:
+    def step(self, tenants: frozenset[str]) -> Step:
         raise RuntimeError("the sampler is broken")
 
 

@@ -8,7 +8,8 @@ Does not know: sockets, order, fairness. No import of torch here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from tinsmith.engine.base import (
@@ -27,12 +28,19 @@ from tinsmith.errors import TinkerError
 
 TrainingJob: TypeAlias = CreateModel | ForwardBackward | OptimStep | SaveState | LoadState | Unload
 SampleEvent: TypeAlias = Tokens | Finished | Failed
-"""What a step of the sampler brought, per job."""
 Factory: TypeAlias = Callable[[Mapping[str, Any]], "Executor"]
 
 
 class StartError(TinkerError):
     """The engine cannot start, and trying again at once would not help; the text says why and what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a step of the sampler brought, and how many tokens of each tenant it computed."""
+
+    events: Sequence[SampleEvent] = ()
+    tokens: Mapping[str, int] = field(default_factory=dict)
 
 
 class Executor(Protocol):
@@ -49,12 +57,8 @@ class Executor(Protocol):
     def add_sample(self, job: Sample, stream: bool) -> None:
         """Take up a sample; JobFailedError if it cannot be done. Events come from `step`."""
 
-    def step(self) -> list[SampleEvent]:
-        """Advance the samples by one step."""
+    def step(self, tenants: frozenset[str]) -> Step:
+        """Advance the samples of these tenants by one step."""
 
     def cancel_sample(self, job_id: str) -> None:
         """Drop a sample and free what it holds; no event follows."""
-
-    @property
-    def has_samples(self) -> bool:
-        """Whether `step` has something to do."""

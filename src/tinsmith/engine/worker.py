@@ -2,7 +2,7 @@
 
 A thread reads frames; the main thread alone computes and answers. It ends when the API process does: the kernel kills
 it (Linux), and elsewhere the end of the socket does.
-Does not know: how anything is computed (`executor`), whose turn it is (`turns`).
+Does not know: how anything is computed (`executor`), whose turn it is (`scheduler`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
 
 from tinsmith.engine import frames
 from tinsmith.engine.base import Category, Done, JobFailedError, Sample
-from tinsmith.engine.executor import Executor, Factory, StartError
+from tinsmith.engine.executor import Executor, Factory, StartError, TrainingJob
 from tinsmith.engine.frames import Began, Cancelled, Failed, Finished, Frame, FrameCutter, StartFailed, ToEngine
-from tinsmith.engine.turns import Operation, Turns
+from tinsmith.engine.scheduler import Job, Scheduler, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,15 @@ class Pipe:
             self._outbox.clear()
 
 
+@dataclass(eq=False, slots=True)
+class Operation:
+    """A training job at the engine; `steps` is there once it has begun."""
+
+    job: TrainingJob
+    steps: Generator[None, None, Done] | None = None
+    device_s: float = 0.0
+
+
 class Worker:
     """Takes jobs from the pipe, has them computed in turns, and answers."""
 
@@ -73,8 +83,9 @@ class Worker:
         self._executor = executor
         self._pipe = pipe
         self._clock = clock
-        self._turns = Turns()
-        self._samples: set[str] = set()
+        self._scheduler = Scheduler()
+        self._operations: dict[str, Operation] = {}
+        self._samples: dict[str, str] = {}
         self._new: list[frames.Submit] = []
         self._is_stopping = False
 
@@ -82,18 +93,19 @@ class Worker:
         """Work until told to stop and all that has begun is done."""
         while True:
             self._read()
-            if not self._turns and not self._executor.has_samples:
+            turn = self._scheduler.next()
+            if turn is None:
                 return
-            if self._turns.takes_training(self._executor.has_samples):
-                self._train(self._turns.next())
+            if turn.job_id is not None:
+                self._train(self._operations[turn.job_id])
             else:
-                self._sample()
+                self._sample(turn)
             self._pipe.flush()
 
     def _read(self) -> None:
         """Take what has arrived; wait for something where there is nothing to do."""
         while True:
-            is_busy = bool(self._turns or self._new) or self._executor.has_samples or self._is_stopping
+            is_busy = bool(self._operations or self._samples or self._new or self._is_stopping)
             try:
                 frame = self._pipe.inbox.get(block=not is_busy)
             except queue.Empty:
@@ -107,16 +119,25 @@ class Worker:
                 case frames.Cancel():
                     self._cancel(frame.job_id)
                 case frames.Stop():
-                    self._is_stopping = True
-                    self._turns.drop(lambda operation: operation.steps is not None)
+                    self._stop()
+
+    def _stop(self) -> None:
+        """Only what has begun goes on."""
+        self._is_stopping = True
+        self._new.clear()
+        for operation in list(self._operations.values()):
+            if operation.steps is None:
+                self._drop(operation)
 
     def _take(self, frame: frames.Submit) -> None:
         if self._is_stopping:
             return
-        if isinstance(frame.job, Sample):
+        job = frame.job
+        if isinstance(job, Sample):
             self._new.append(frame)
-        else:
-            self._turns.add(Operation(frame.job))
+            return
+        self._operations[job.job_id] = Operation(job)
+        self._scheduler.add(Job(id=job.job_id, tenant=job.tenant, kind="train", lane=job.model_id))
 
     def _add_samples(self) -> bool:
         """Give the samples that have arrived to the executor."""
@@ -131,7 +152,8 @@ class Worker:
             except Exception as error:
                 self._pipe.put(failure(frame.job.job_id, error))
             else:
-                self._samples.add(frame.job.job_id)
+                self._samples[frame.job.job_id] = frame.job.tenant
+                self._scheduler.add(Job(id=frame.job.job_id, tenant=frame.job.tenant, kind="sample"))
         return True
 
     def _say_begun(self, job_ids: list[str]) -> None:
@@ -142,10 +164,20 @@ class Worker:
     def _cancel(self, job_id: str) -> None:
         self._new = [frame for frame in self._new if frame.job.job_id != job_id]
         if job_id in self._samples:
-            self._samples.discard(job_id)
+            self._end_sample(job_id)
             self._executor.cancel_sample(job_id)
-        elif self._turns.drop(lambda operation: operation.steps is not None or operation.job.job_id != job_id):
+        operation = self._operations.get(job_id)
+        if operation is not None and operation.steps is None:
+            self._drop(operation)
             self._pipe.put(Cancelled(job_id))
+
+    def _drop(self, operation: Operation) -> None:
+        del self._operations[operation.job.job_id]
+        self._scheduler.remove(operation.job.job_id)
+
+    def _end_sample(self, job_id: str) -> None:
+        del self._samples[job_id]
+        self._scheduler.remove(job_id)
 
     def _train(self, operation: Operation) -> None:
         """One step of an operation."""
@@ -163,22 +195,32 @@ class Worker:
             answer = Finished(job_id, msgspec.structs.replace(done, device_s=device_s))
         except Exception as error:
             answer = failure(job_id, error)
-        self._turns.spend(operation, self._clock() - began_at)
+        spent_s = self._clock() - began_at
+        operation.device_s += spent_s
+        self._scheduler.charge("train", {operation.job.tenant: spent_s})
         if answer is not None:
-            self._turns.end(operation)
+            self._drop(operation)
             self._pipe.put(answer)
 
-    def _sample(self) -> None:
+    def _sample(self, turn: Turn) -> None:
+        """One step of the sampler; those who took part pay by their tokens."""
+        began_at = self._clock()
         try:
-            events = self._executor.step()
+            step = self._executor.step(turn.tenants)
         except Exception as error:  # which sample it was is not known: all of them end, training goes on
-            events = [failure(job_id, error) for job_id in self._samples]
-            for job_id in self._samples:
+            for job_id in list(self._samples):
                 self._executor.cancel_sample(job_id)
-        for event in events:
+                self._end_sample(job_id)
+                self._pipe.put(failure(job_id, error))
+            return
+        spent_s = self._clock() - began_at
+        shares = step.tokens or dict.fromkeys(turn.tenants, 1)
+        total = sum(shares.values())
+        self._scheduler.charge("sample", {tenant: spent_s * share / total for tenant, share in shares.items()})
+        for event in step.events:
             self._pipe.put(event)
             if not isinstance(event, frames.Tokens):
-                self._samples.discard(event.job_id)
+                self._end_sample(event.job_id)
 
 
 def failure(job_id: str, error: Exception) -> Failed:
