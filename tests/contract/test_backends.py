@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 import pytest
-from support.backends import HARNESSES, Harness
+from support.backends import HARNESSES, Harness, is_alive
 from support.jobs import Jobs, datum
 
 from tinsmith.engine.base import (
@@ -454,7 +454,7 @@ def test_close_ends_what_is_left_and_leaves_nothing_behind(run: Run) -> None:
         ends = await asyncio.gather(*futures, return_exceptions=True)
         assert isinstance(ends[-1], BackendLostError)
         assert all(isinstance(end, (Done, BackendLostError)) for end in ends)
-        assert [process for process in left if harness.is_alive(process)] == []
+        assert [process for process in left if is_alive(process)] == []
         with pytest.raises(BackendLostError, match="closed"):
             await harness.backend.submit(jobs.forward(datum(PROBE)))
 

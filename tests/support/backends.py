@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import msgspec
 
 from tinsmith.engine.base import Backend, ModelCard
+from tinsmith.engine.child import EngineSpec
+from tinsmith.engine.process import ProcessBackend
+from tinsmith.engine.supervisor import SupervisorOptions
 from tinsmith.testing.backend import MemoryBackend
 
 ONE = ModelCard(name="test/one", vocab_size=512, max_context_length=4096)
 TWO = ModelCard(name="test/two", vocab_size=256, max_context_length=128)
+TESTS = Path(__file__).parents[1]
 
 
 class Harness(Protocol):
@@ -27,8 +36,6 @@ class Harness(Protocol):
     def leftovers(self) -> list[int]:
         """The processes that must be gone after close."""
 
-    def is_alive(self, process: int) -> bool: ...
-
 
 class MemoryHarness:
     """The backend in this process."""
@@ -44,8 +51,49 @@ class MemoryHarness:
     def leftovers(self) -> list[int]:
         return []
 
-    def is_alive(self, process: int) -> bool:
+
+class ProcessHarness:
+    """Engine processes; state is lost by killing one."""
+
+    def __init__(self, *specs: EngineSpec, options: SupervisorOptions | None = None) -> None:
+        self.models = tuple(spec.card.name for spec in specs)
+        self.backend = ProcessBackend(specs, options or SupervisorOptions())
+
+    async def lose(self, base_model: str) -> None:
+        await kill(self.backend, base_model)
+
+    def leftovers(self) -> list[int]:
+        return list(self.backend.processes().values())
+
+
+async def kill(backend: ProcessBackend, base_model: str) -> None:
+    """kill -9 an engine; returns when the backend has noticed."""
+    epoch = backend.epoch_of(base_model)
+    os.kill(backend.processes()[base_model], signal.SIGKILL)
+    while backend.epoch_of(base_model) == epoch:
+        await asyncio.sleep(0.001)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
         return False
 
 
-HARNESSES: dict[str, Callable[[Path], Harness]] = {"memory": MemoryHarness}
+def arithmetic_spec(card: ModelCard, factory: str = "make", **options: Any) -> EngineSpec:
+    """An engine process that computes the test arithmetic."""
+    return EngineSpec(
+        card=card,
+        executor=f"support.arithmetic_executor:{factory}",
+        options={"card": msgspec.to_builtins(card), **options},
+        environment={"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])},
+    )
+
+
+def process_harness(directory: Path) -> ProcessHarness:
+    return ProcessHarness(arithmetic_spec(ONE), arithmetic_spec(TWO))
+
+
+HARNESSES: dict[str, Callable[[Path], Harness]] = {"memory": MemoryHarness, "process": process_harness}

@@ -49,7 +49,7 @@ class AdamW:
             grad = grads[name].to(torch.float32)
             before = param.clone()
             self._update(name, param, grad * scale if scale != 1.0 else grad, settings)
-            changes.append(_square_sum(param - before))
+            changes.append(_square_sum(before.sub_(param)))
         return {
             "grad_norm": norm,
             "update_norm": math.sqrt(math.fsum(changes)),

@@ -1,0 +1,1 @@
+"""Models: their shapes, weights and tokenizers, from whatever file they come in."""

@@ -1,0 +1,226 @@
+"""Decoder: frozen base weights and the one forward pass that training and sampling share.
+
+Owns: the arithmetic of a layer, and the fused layout of its weights (queries, keys and values as one matrix, gate and
+up as one). Does not know: causality and caches (the `attend` argument), batching, losses.
+
+Shapes: T tokens, D hidden, E outputs of a linear, I intermediate, H query heads, K key/value heads, C head dim,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch.nn.functional import embedding, linear, silu
+
+from tinsmith.engine.models.config import ModelConfig
+from tinsmith.engine.models.rope import Rope, rotate
+
+Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""attend(layer, q_THC, k_TKC, v_TKC) -> out_THC, with rotated queries and keys; the scale is 1 / sqrt(C)."""
+ReadTensor: TypeAlias = Callable[[str], torch.Tensor]
+"""A weight by its Hugging Face name."""
+
+
+class Adapter(Protocol):
+    """Something that changes the output of linears."""
+
+    def apply(self, layer: int | None, module: str, x_TD: torch.Tensor, y_TE: torch.Tensor) -> torch.Tensor:
+        """y_TE with this adapter's part for x_TD added. Without autograd it may be written into y_TE itself.
+
+        Modules have their Hugging Face names; `lm_head` comes with layer None.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """One matrix product, its bias if it has one; several modules may be stacked in it."""
+
+    weight_ED: torch.Tensor
+    bias_E: torch.Tensor | None = None
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return linear(x_TD, self.weight_ED, self.bias_E)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer."""
+
+    input_norm_D: torch.Tensor
+    qkv: Linear
+    query_norm_C: torch.Tensor | None
+    key_norm_C: torch.Tensor | None
+    output: Linear
+    mlp_norm_D: torch.Tensor
+    gate_up: Linear
+    down: Linear
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight, the mean in float32."""
+    return torch.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, eps)
+
+
+class Decoder:
+    """A decoder of the Llama kind; which one is said by its config."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding_VD: torch.Tensor,
+        layers: tuple[Layer, ...],
+        norm_D: torch.Tensor,
+        unembedding_VD: torch.Tensor,
+    ) -> None:
+        self.config = config
+        self.embedding_VD = embedding_VD
+        self.layers = layers
+        self.norm_D = norm_D
+        self.unembedding_VD = unembedding_VD
+        self.rope = Rope(config.rope, config.head_dim, self.device, self.dtype)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding_VD.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding_VD.dtype
+
+    def hidden(
+        self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, adapter: Adapter | None = None
+    ) -> torch.Tensor:
+        """hidden_TD after the final norm."""
+        x_TD = embedding(tokens_T, self.embedding_VD)
+        angles = self.rope.angles(positions_T)
+        for index, layer in enumerate(self.layers):
+            normed_TD = rms_norm(x_TD, layer.input_norm_D, self.config.norm_eps)
+            q_THC, k_TKC, v_TKC = self._queries_keys_values(index, layer, normed_TD, angles, adapter)
+            attended_TE = attend(index, q_THC, k_TKC, v_TKC).flatten(1)
+            x_TD = x_TD + _adapted(adapter, index, "o_proj", attended_TE, layer.output(attended_TE))
+            normed_TD = rms_norm(x_TD, layer.mlp_norm_D, self.config.norm_eps)
+            x_TD = x_TD + self._mlp(index, layer, normed_TD, adapter)
+        return rms_norm(x_TD, self.norm_D, self.config.norm_eps)
+
+    def unembed(
+        self, hidden_TD: torch.Tensor, adapter: Adapter | None = None, out_TV: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """logits_TV in float32; written into `out_TV` if that is given (not under autograd)."""
+        if out_TV is None:
+            logits_TV = linear(hidden_TD, self.unembedding_VD).float()
+        elif self.dtype == out_TV.dtype:
+            logits_TV = torch.mm(hidden_TD, self.unembedding_VD.t(), out=out_TV)
+        else:
+            logits_TV = out_TV.copy_(linear(hidden_TD, self.unembedding_VD))
+        return _adapted(adapter, None, "lm_head", hidden_TD, logits_TV)
+
+    def _queries_keys_values(
+        self,
+        index: int,
+        layer: Layer,
+        normed_TD: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor],
+        adapter: Adapter | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q_size, kv_size = self.config.query_size, self.config.kv_size
+        stacked_TE = layer.qkv(normed_TD)
+        parts = stacked_TE[:, :q_size], stacked_TE[:, q_size:-kv_size], stacked_TE[:, -kv_size:]
+        adapted = [
+            _adapted(adapter, index, module, normed_TD, part_TE)
+            for module, part_TE in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True)
+        ]
+        q_THC, k_TKC, v_TKC = (part_TE.view(len(part_TE), -1, self.config.head_dim) for part_TE in adapted)
+        if layer.query_norm_C is not None and layer.key_norm_C is not None:
+            q_THC = rms_norm(q_THC, layer.query_norm_C, self.config.norm_eps)
+            k_TKC = rms_norm(k_TKC, layer.key_norm_C, self.config.norm_eps)
+        if self.config.has_rope(index):
+            q_THC, k_TKC = rotate(q_THC, *angles), rotate(k_TKC, *angles)
+        return q_THC, k_TKC, v_TKC
+
+    def _mlp(self, index: int, layer: Layer, normed_TD: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+        gate_TI, up_TI = layer.gate_up(normed_TD).chunk(2, dim=1)
+        gate_TI = _adapted(adapter, index, "gate_proj", normed_TD, gate_TI)
+        up_TI = _adapted(adapter, index, "up_proj", normed_TD, up_TI)
+        active_TI = silu(gate_TI) * up_TI
+        return _adapted(adapter, index, "down_proj", active_TI, layer.down(active_TI))
+
+
+def _adapted(
+    adapter: Adapter | None, layer: int | None, module: str, x_TD: torch.Tensor, y_TE: torch.Tensor
+) -> torch.Tensor:
+    return y_TE if adapter is None else adapter.apply(layer, module, x_TD, y_TE)
+
+
+def build_decoder(
+    config: ModelConfig, read: ReadTensor, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Decoder:
+    """A decoder from weights by name; each is read once and put where it belongs."""
+
+    def get(name: str) -> torch.Tensor:
+        return read(name).to(device=device, dtype=dtype)
+
+    def stacked(prefix: str, modules: tuple[str, ...], has_bias: bool) -> Linear:
+        weights = [get(f"{prefix}.{module}.weight") for module in modules]
+        biases = [get(f"{prefix}.{module}.bias") for module in modules] if has_bias else []
+        return Linear(_joined(weights), _joined(biases) if biases else None)
+
+    def layer(index: int) -> Layer:
+        prefix = f"model.layers.{index}"
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        return Layer(
+            input_norm_D=get(f"{prefix}.input_layernorm.weight"),
+            qkv=stacked(attention, ("q_proj", "k_proj", "v_proj"), config.has_qkv_bias),
+            query_norm_C=get(f"{attention}.q_norm.weight") if config.has_qk_norm else None,
+            key_norm_C=get(f"{attention}.k_norm.weight") if config.has_qk_norm else None,
+            output=stacked(attention, ("o_proj",), config.has_output_bias),
+            mlp_norm_D=get(f"{prefix}.post_attention_layernorm.weight"),
+            gate_up=stacked(mlp, ("gate_proj", "up_proj"), config.has_mlp_bias),
+            down=stacked(mlp, ("down_proj",), config.has_mlp_bias),
+        )
+
+    embedding_VD = get("model.embed_tokens.weight")
+    return Decoder(
+        config,
+        embedding_VD,
+        tuple(layer(index) for index in range(config.num_layers)),
+        get("model.norm.weight"),
+        embedding_VD if config.tie_embeddings else get("lm_head.weight"),
+    )
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every weight of the model by its Hugging Face name."""
+    D, C = config.hidden_size, config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, D)}
+    biased = {
+        "self_attn.q_proj": config.has_qkv_bias,
+        "self_attn.k_proj": config.has_qkv_bias,
+        "self_attn.v_proj": config.has_qkv_bias,
+        "self_attn.o_proj": config.has_output_bias,
+        "mlp.gate_proj": config.has_mlp_bias,
+        "mlp.up_proj": config.has_mlp_bias,
+        "mlp.down_proj": config.has_mlp_bias,
+    }
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}"
+        for module, has_bias in biased.items():
+            rows, columns = config.module_shape(module.partition(".")[2])
+            shapes[f"{prefix}.{module}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{prefix}.{module}.bias"] = (rows,)
+        if config.has_qk_norm:
+            shapes[f"{prefix}.self_attn.q_norm.weight"] = shapes[f"{prefix}.self_attn.k_norm.weight"] = (C,)
+        shapes[f"{prefix}.input_layernorm.weight"] = shapes[f"{prefix}.post_attention_layernorm.weight"] = (D,)
+    shapes["model.norm.weight"] = (D,)
+    if not config.tie_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, D)
+    return shapes

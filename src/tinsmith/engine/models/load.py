@@ -1,0 +1,128 @@
+"""load_model: from a directory, a GGUF file or a hub id to a decoder with its tokenizer.
+
+Owns: choosing the reader, and refusing a model that does not fit into memory before reading it.
+Does not know: adapters, training, sampling.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tinsmith.engine.models import hub
+from tinsmith.engine.models.config import ModelConfig
+from tinsmith.engine.models.decoder import Decoder, build_decoder
+from tinsmith.engine.models.gguf_file import GgufFile
+from tinsmith.engine.models.safetensors_dir import SafetensorsDirectory
+from tinsmith.engine.models.tokenizer import write_tokenizer
+from tinsmith.errors import InvalidInputError, TinkerError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model ready for work."""
+
+    source: str
+    config: ModelConfig
+    decoder: Decoder
+    tokenizer_dir: Path
+    """Holds tokenizer.json and tokenizer_config.json."""
+    chat_template: str | None
+
+
+def load_model(
+    source: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    cache_dir: Path,
+    revision: str | None = None,
+) -> LoadedModel:
+    """Load a model from a Hugging Face directory, a `.gguf` file or a hub id.
+
+    The tokenizer of a GGUF file is written below `cache_dir`. A model larger than the free memory is refused.
+    """
+    path = Path(source)
+    if path.is_file() and path.suffix == ".gguf":
+        file = GgufFile(path)
+        _check_fits(file.config, device, dtype)
+        tokenizer_dir = _gguf_tokenizer(file, cache_dir)
+        decoder = build_decoder(file.config, file.read, device, dtype)
+    else:
+        directory = path if path.is_dir() else hub.fetch(str(source), revision)
+        files = SafetensorsDirectory(directory)
+        _check_fits(files.config, device, dtype)
+        tokenizer_dir = directory
+        decoder = build_decoder(files.config, files.read, device, dtype)
+    return LoadedModel(
+        source=str(source),
+        config=decoder.config,
+        decoder=decoder,
+        tokenizer_dir=tokenizer_dir,
+        chat_template=read_chat_template(tokenizer_dir),
+    )
+
+
+def read_chat_template(directory: Path) -> str | None:
+    """The chat template of a tokenizer: a file of its own, or a key of tokenizer_config.json."""
+    own = directory / "chat_template.jinja"
+    if own.exists():
+        return own.read_text(encoding="utf-8")
+    config = directory / "tokenizer_config.json"
+    if not config.exists():
+        return None
+    template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None
+
+
+def memory_needed(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Bytes of the weights, and of the largest matrix once more while it is converted."""
+    largest = config.vocab_size * config.hidden_size * 4
+    return config.parameter_count() * dtype.itemsize + largest
+
+
+def available_bytes(device: torch.device | str) -> int | None:
+    """Free memory of the device; None where it cannot be told."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return None
+
+
+def _check_fits(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:
+    needed, available = memory_needed(config, dtype), available_bytes(device)
+    if available is not None and needed > available:
+        raise TinkerError(
+            f"the model needs {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} "
+            f"({config.parameter_count():,} weights), {available / 1e9:.1f} GB are free; "
+            "choose a smaller model or dtype, or free memory"
+        )
+
+
+def _gguf_tokenizer(file: GgufFile, cache_dir: Path) -> Path:
+    """Write the tokenizer of a GGUF file, once; its directory is named after its content."""
+    tokenizer = file.tokenizer()
+    if len(tokenizer.tokens) > file.config.vocab_size:
+        raise InvalidInputError(
+            f"{file.path}: the tokenizer has {len(tokenizer.tokens)} tokens, the model {file.config.vocab_size}"
+        )
+    digest = hashlib.sha256(repr(tokenizer).encode()).hexdigest()[:16]
+    directory = cache_dir / f"tokenizer-{digest}"
+    if not (directory / "tokenizer_config.json").exists():
+        write_tokenizer(tokenizer, directory)
+    return directory

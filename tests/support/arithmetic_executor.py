@@ -1,0 +1,105 @@
+"""An executor of the test arithmetic, for engine processes without torch; it can be made to misbehave."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter, deque
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tinsmith.engine.base import Done, ModelCard, Sample, TokenEvent
+from tinsmith.engine.executor import Executor, SampleEvent, StartError, Step, TrainingJob
+from tinsmith.engine.frames import Finished, Tokens
+from tinsmith.testing.engine import ArithmeticEngine, token_events
+
+
+def make(options: Mapping[str, Any]) -> Executor:
+    """Options: `card`; `hang`: never comes up; `start_log`, `log`: files with a line per start and per job begun;
+    `refuse`, `die_at_start`: how many starts, by the start log, go wrong; `die_in`: a job whose id contains this text
+    kills the process; `hold_fifo`: a job whose id contains "hold" waits for this to be opened and closed.
+    """
+    if options.get("hang"):
+        signal.pause()
+    starts = _append(options.get("start_log"), str(os.getpid()))
+    if starts <= options.get("refuse", 0):
+        raise StartError(f"start {starts} was told to fail")
+    if starts <= options.get("die_at_start", 0):
+        print("dying as told", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ArithmeticExecutor(options)
+
+
+def _append(path: str | None, line: str) -> int:
+    """Add a line to a file; the number of its lines."""
+    if path is None:
+        return 1
+    with Path(path).open("a") as file:
+        file.write(f"{line}\n")
+    return len(Path(path).read_text().splitlines())
+
+
+class ArithmeticExecutor:
+    """The arithmetic in steps: passes yield once in the middle, samples give a token a step."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._card = msgspec.convert(options["card"], ModelCard)
+        self._log: str | None = options.get("log")
+        self._die_in: str | None = options.get("die_in")
+        self._hold_fifo: str | None = options.get("hold_fifo")
+        self._engine = ArithmeticEngine([self._card])
+        self._samples: dict[str, tuple[str, Done, deque[TokenEvent], bool]] = {}
+
+    def describe(self) -> ModelCard:
+        return self._card
+
+    def _begin(self, job_id: str) -> None:
+        _append(self._log, job_id)
+        if self._die_in is not None and self._die_in in job_id:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def train(self, job: TrainingJob) -> Generator[None, None, Done]:
+        self._begin(job.job_id)
+        if self._hold_fifo is not None and "hold" in job.job_id:
+            Path(self._hold_fifo).read_bytes()  # until the test opens the other end and closes it
+        yield
+        return self._engine.execute(job)
+
+    def add_sample(self, job: Sample, stream: bool) -> None:
+        self._begin(job.job_id)
+        done, response = self._engine.sample(job)
+        self._samples[job.job_id] = (job.tenant, done, deque(token_events(response)), stream)
+
+    def step(self, tenants: frozenset[str]) -> Step:
+        events: list[SampleEvent] = []
+        tokens: Counter[str] = Counter()
+        for job_id, (tenant, done, left, stream) in list(self._samples.items()):
+            if tenant not in tenants:
+                continue
+            tokens[tenant] += 1
+            if left and stream:
+                events.append(Tokens(job_id, left.popleft()))
+            elif left:
+                left.popleft()
+            if not left:
+                del self._samples[job_id]
+                events.append(Finished(job_id, done))
+        return Step(events, tokens)
+
+    def cancel_sample(self, job_id: str) -> None:
+        self._samples.pop(job_id, None)
+
+
+class BrokenSampler(ArithmeticExecutor):
+    """Fails in a step, not in a job."""
+
+    def step(self, tenants: frozenset[str]) -> Step:
+        raise RuntimeError("the sampler is broken")
+
+
+def make_broken_sampler(options: Mapping[str, Any]) -> Executor:
+    return BrokenSampler(options)
