@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from tinsmith.errors import TinkerError
@@ -258,10 +258,18 @@ class ServerConfig:
     """Telemetry batches kept."""
     lora_alpha: float = 32.0
     """LoRA scale is alpha / rank."""
+    device: str = "cpu"
+    """Where models compute: cpu, cuda, cuda:1 ..."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of the base; auto tries both and takes the fastest that is right."""
+    threads: int = 0
+    """Threads that compute, 0: one per core. The same number gives the same bits."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise TinkerError(f"port must be between 0 and 65535, got {self.port}")
+        if self.dtype not in ("auto", "float32", "bfloat16"):
+            raise TinkerError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
         if self.log_format not in ("text", "json"):
             raise TinkerError(f"log_format must be text or json, got {self.log_format!r}")
         for spec in dataclasses.fields(self):
@@ -316,7 +324,7 @@ def _parsed(name: str, text: str) -> Any:
     """A setting from the environment: numbers where a number is meant, lists at commas."""
     if name == "models":
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if name in ("host", "data_dir", "database", "api_key", "backend", "log_format"):
+    if name in ("host", "data_dir", "database", "api_key", "backend", "log_format", "device", "dtype"):
         return text
     try:
         return int(text) if text.lstrip("-").isdigit() else float(text)

@@ -51,7 +51,7 @@ def load_model(
     if path.is_file() and path.suffix == ".gguf":
         file = GgufFile(path)
         _check_fits(file.config, device, dtype)
-        tokenizer_dir = _gguf_tokenizer(file, cache_dir)
+        tokenizer_dir = gguf_tokenizer(file, cache_dir)
         decoder = build_decoder(file.config, file.read, device, dtype)
     else:
         directory = path if path.is_dir() else hub.fetch(str(source), revision)
@@ -114,7 +114,7 @@ def _check_fits(config: ModelConfig, device: torch.device | str, dtype: torch.dt
         )
 
 
-def _gguf_tokenizer(file: GgufFile, cache_dir: Path) -> Path:
+def gguf_tokenizer(file: GgufFile, cache_dir: Path) -> Path:
     """Write the tokenizer of a GGUF file, once; its directory is named after its content."""
     tokenizer = file.tokenizer()
     if len(tokenizer.tokens) > file.config.vocab_size:
