@@ -14,6 +14,7 @@ from tinsmith.version import __version__
 if TYPE_CHECKING:
     from tinsmith import auth, types
     from tinsmith.client.administration import AdminClient
+    from tinsmith.client.embedded import local
     from tinsmith.client.futures import Future as APIFuture
     from tinsmith.client.loss_graph import LossHandle, PerDatumLossFn
     from tinsmith.client.options import RequestOptions, Timeout
@@ -93,6 +94,7 @@ _HOMES = {
     "Timeout": ("tinsmith.client.options", "Timeout"),
     "TrainingClient": ("tinsmith.client.training", "TrainingClient"),
     "as_tinker": ("tinsmith.compat", "as_tinker"),
+    "local": ("tinsmith.client.embedded", "local"),
     "APIConnectionError": ("tinsmith.errors", "APIConnectionError"),
     "APIError": ("tinsmith.errors", "APIError"),
     "APIResponseValidationError": ("tinsmith.errors", "APIResponseValidationError"),
@@ -181,6 +183,7 @@ __all__ = [
     "__version__",
     "as_tinker",
     "auth",
+    "local",
     "types",
 ]
 

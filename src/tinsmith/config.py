@@ -20,6 +20,8 @@ from urllib.parse import urlsplit
 
 from tinsmith.errors import TinkerError
 
+LOCAL = "local"
+"""As an address: the engine of this machine's user, started when it is needed."""
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 """Where official clients go when no address is set."""
 
@@ -61,10 +63,10 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url) if isinstance(self.base_url, str) else urlsplit("")
-        if parts.scheme not in ("http", "https") or not parts.netloc:
+        if self.base_url != LOCAL and (parts.scheme not in ("http", "https") or not parts.netloc):
             raise TinkerError(
-                f"base_url {self.base_url!r} is not an http(s) address; set TINKER_BASE_URL or pass base_url=, "
-                "for example http://127.0.0.1:8000"
+                f"base_url {self.base_url!r} is neither an http(s) address nor 'local'; set TINKER_BASE_URL or pass "
+                "base_url=, for example http://127.0.0.1:8000"
             )
         object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
         for spec in dataclasses.fields(self):
@@ -88,19 +90,12 @@ class ClientConfig:
             if stored is not None:
                 values["api_key"] = stored
         if not values.get("base_url"):
-            if not values.get("api_key") and not values.get("credential_cmd"):
-                raise TinkerError(NO_CREDENTIAL)
-            values["base_url"] = HOSTED_URL
+            has_credential = values.get("api_key") or values.get("credential_cmd")
+            values["base_url"] = HOSTED_URL if has_credential else LOCAL
         values["base_url"] = str(values["base_url"]).rstrip("/")
         if isinstance(values.get("tags"), list):
             values["tags"] = tuple(values["tags"])
         return cls(**values)
-
-
-NO_CREDENTIAL = (
-    "Neither a server address nor a key is set. For a server of your own set TINKER_BASE_URL (and TINKER_API_KEY, or "
-    "pass base_url= and api_key=); for the hosted service set TINKER_API_KEY to a key that begins with tml-."
-)
 
 
 def _check_kind(name: str, value: Any) -> None:
@@ -202,6 +197,8 @@ class ServerConfig:
     """Port to listen on; 0 picks a free one."""
     data_dir: Path = field(default_factory=lambda: default_data_dir(os.environ))
     """Where the database, checkpoints, keys and models are."""
+    models_dir: Path | None = None
+    """Where fetched and converted models are; None: in the data directory."""
     models: tuple[str, ...] = ()
     """Base models, each NAME or NAME=SOURCE (directory, GGUF file, hub id)."""
     database: str | None = None
@@ -254,6 +251,8 @@ class ServerConfig:
     """Most that checkpoints may take; None: the disk decides."""
     min_free_bytes: int = 256 * MB
     """Free disk below which new work is refused."""
+    exit_when_idle_s: float | None = None
+    """The server ends when nobody has used it for this long; None: never."""
     max_telemetry_rows: int = 10_000
     """Telemetry batches kept."""
     lora_alpha: float = 32.0
@@ -310,8 +309,31 @@ class ServerConfig:
         if "data_dir" not in values:
             values["data_dir"] = default_data_dir(environ)
         values["data_dir"] = Path(values["data_dir"]).expanduser().absolute()
+        if values.get("models_dir") is not None:
+            values["models_dir"] = Path(values["models_dir"]).expanduser().absolute()
         values["models"] = tuple(values.get("models", ()))
         return cls(**values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedConfig:
+    """The engine that clients without an address share."""
+
+    data_dir: Path
+    """Where it keeps everything (`TINSMITH_DATA_DIR`)."""
+    keep_s: float = 120.0
+    """How long it stays when the last client is gone (`TINSMITH_KEEP`: seconds, or `forever`)."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str]) -> Self:
+        data_dir = Path(environ.get("TINSMITH_DATA_DIR") or default_data_dir(environ)).expanduser().absolute()
+        keep = environ.get("TINSMITH_KEEP", "").strip()
+        if not keep:
+            return cls(data_dir=data_dir)
+        try:
+            return cls(data_dir=data_dir, keep_s=float("inf") if keep == "forever" else float(keep))
+        except ValueError:
+            raise TinkerError(f"TINSMITH_KEEP must be a number of seconds or 'forever', got {keep!r}") from None
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
@@ -324,7 +346,7 @@ def _parsed(name: str, text: str) -> Any:
     """A setting from the environment: numbers where a number is meant, lists at commas."""
     if name == "models":
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if name in ("host", "data_dir", "database", "api_key", "backend", "log_format", "device", "dtype"):
+    if name in ("host", "data_dir", "models_dir", "database", "api_key", "backend", "log_format", "device", "dtype"):
         return text
     try:
         return int(text) if text.lstrip("-").isdigit() else float(text)

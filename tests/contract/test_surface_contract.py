@@ -46,6 +46,7 @@ DIFFERENCES: dict[str, str] = {
     "RetryConfig: extra": OWN,
     "WireError: extra": OWN,
     "as_tinker: extra": OWN,
+    "local: extra": OWN,
     "API*Error(request): default None": LENIENT,
     "*Error(body): default None": LENIENT,
     "RequestFailedError(category): default 'unknown'": LENIENT,

@@ -75,6 +75,7 @@ PACKAGE = [
     "__title__",
     "__version__",
     "as_tinker",
+    "local",
     "auth",
     "types",
 ]

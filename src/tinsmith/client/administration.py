@@ -6,10 +6,10 @@ from datetime import UTC, date, datetime
 from typing import Any
 
 from tinsmith.client.connection import Connection
+from tinsmith.client.embedded import client_config
 from tinsmith.client.futures import Future, awaited
 from tinsmith.client.operations import Operations
 from tinsmith.client.session import Session
-from tinsmith.config import ClientConfig
 from tinsmith.errors import InvalidInputError
 from tinsmith.version import PROTOCOL_VERSION
 from tinsmith.wire import routes
@@ -33,7 +33,7 @@ class AdminClient:
         self, _holder: Operations | None = None, *, base_url: str | None = None, api_key: str | None = None
     ) -> None:
         if _holder is None:
-            connection = Connection(ClientConfig.from_env(base_url=base_url, api_key=api_key))
+            connection = Connection(client_config(base_url=base_url, api_key=api_key))
             _holder = Operations(connection, Session(connection))
         self.holder = _holder
 

@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 from tinsmith.client.administration import AdminClient
 from tinsmith.client.connection import Connection
 from tinsmith.client.downloads import Progress, download_files
+from tinsmith.client.embedded import client_config
 from tinsmith.client.futures import Future, awaited
 from tinsmith.client.operations import Operations
 from tinsmith.client.session import Session
-from tinsmith.config import ClientConfig
 from tinsmith.errors import ExperimentalWarning, InvalidInputError, TinkerError
 from tinsmith.transport.base import Purpose
 from tinsmith.version import PROTOCOL_VERSION
@@ -68,7 +68,7 @@ class RestClient:
         self, _holder: Operations | None = None, *, base_url: str | None = None, api_key: str | None = None
     ) -> None:
         if _holder is None:
-            connection = Connection(ClientConfig.from_env(base_url=base_url, api_key=api_key))
+            connection = Connection(client_config(base_url=base_url, api_key=api_key))
             _holder = Operations(connection, Session(connection))
         self.holder = _holder
 

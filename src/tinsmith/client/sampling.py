@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from tinsmith.client.connection import Connection
+from tinsmith.client.embedded import client_config
 from tinsmith.client.futures import Future, awaited, blocking
 from tinsmith.client.operations import Operations, cancel_sample
 from tinsmith.client.outage import Affected
@@ -28,7 +29,6 @@ from tinsmith.client.sequence import Sequence
 from tinsmith.client.session import Session
 from tinsmith.client.streaming import SampledTokens, stream_sample
 from tinsmith.client.tokenizing import tokenizer_of
-from tinsmith.config import ClientConfig
 from tinsmith.errors import (
     APIConnectionError,
     APIStatusError,
@@ -464,7 +464,7 @@ def _with_ids(response: SampleResponse, ids: list[str] | None) -> SampleResponse
 
 def _rebuild(state: SamplerState, api_key: str | None = None) -> SamplingClient:
     """A client in another process: own connection, own credentials, same sampler; it ends when it is dropped."""
-    connection = Connection(ClientConfig.from_env(base_url=state.base_url, api_key=api_key))
+    connection = Connection(client_config(base_url=state.base_url, api_key=api_key))
     holder = Operations(connection, Session(connection, joined_id=state.session_id))
     return SamplingClient(
         holder,

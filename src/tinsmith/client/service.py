@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from tinsmith.client.connection import Connection
+from tinsmith.client.embedded import client_config
 from tinsmith.client.futures import Future, awaited, blocking
 from tinsmith.client.loss_graph import LossHandle, trace
 from tinsmith.client.metrics import OperationMetrics
@@ -76,7 +77,7 @@ class ServiceClient:
             "default_headers": dict(default_headers_overrides) if default_headers_overrides else None,
         }
         if config is None:
-            config = ClientConfig.from_env(**arguments)
+            config = client_config(**arguments)
         else:
             given = {name: value for name, value in arguments.items() if value is not None}
             config = dataclasses.replace(config, **given)

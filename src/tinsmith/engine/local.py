@@ -1,6 +1,6 @@
 """The backend of one machine: the models that a server's settings name, each in an engine process of its own.
 
-Owns: from NAME=SOURCE to cards and engines. Models are prepared (fetched, converted) once, in a process that ends again;
+Owns: from NAME=SOURCE to cards and engines. Models are prepared (fetched, converted) once, in a process of its own;
 what was learnt is kept beside them. Loading into memory waits for the first job, except for a model that stands alone.
 Does not know: how engines run (`process`), HTTP. Never imports torch.
 """
@@ -58,7 +58,7 @@ class LocalBackend(ProcessBackend):
         super().__init__((), SupervisorOptions(idle_s=config.idle_model_s))
         self._config = config
         self._sources = named_sources(config.models)
-        self._cache_dir = config.data_dir / "models"
+        self._cache_dir = config.models_dir or config.data_dir / "models"
 
     async def open(self) -> None:
         self._cache_dir.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
@@ -27,11 +29,14 @@ class Metrics:
         self.faults = Gauge("tinsmith_marked_runs", "Runs whose replay gave other results", registry=self.registry)
         self.disk_free = Gauge("tinsmith_disk_free_bytes", "Free room in the data directory", registry=self.registry)
         self.ready = Gauge("tinsmith_ready", "1 while the engine takes work", registry=self.registry)
+        self.last_request = time.monotonic()
+        """When the last answer went out, by the monotonic clock."""
         self._children: dict[tuple[str, int], Counter] = {}
         self._timers: dict[str, Histogram] = {}
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """One answer."""
+        self.last_request = time.monotonic()
         counter = self._children.get((route, status))
         if counter is None:
             counter = self._children[route, status] = self._requests.labels(route, str(status))

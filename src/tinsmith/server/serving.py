@@ -80,9 +80,21 @@ async def _run(
         await asyncio.sleep(0.01)
     if server.started:
         _announce(config, listener, key, say)
+    watching = asyncio.create_task(_watch_idle(services, server))
     await serving
+    watching.cancel()
     if not server.started:
         raise SystemExit(3)
+
+
+async def _watch_idle(services: Services, server: uvicorn.Server) -> None:
+    """End a server that was started for clients which are all gone."""
+    limit = services.config.exit_when_idle_s
+    while limit is not None and not server.should_exit:
+        await asyncio.sleep(min(1.0, limit / 4))
+        if time.monotonic() - services.metrics.last_request > limit and not services.broker.count():
+            logger.info("nobody has used this server for %g s: ending", limit)
+            server.should_exit = True
 
 
 def _announce(config: ServerConfig, listener: socket.socket, key: str | None, say: Callable[[str], None]) -> None:
