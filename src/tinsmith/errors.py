@@ -9,6 +9,8 @@ TinkerError                         root of everything tinsmith raises on purpos
 │   └── LimitExceededError          ... or are larger than the limit in force
 ├── RequestFailedError              the server accepted an operation and it failed
 ├── RunRecoveredError               a lost run goes on from its last checkpoint
+├── NonFiniteError                  a loss or gradient is NaN or infinite; nothing was changed
+├── DamagedCheckpointError          a checkpoint's files are missing or not what was written
 └── APIError                        a call did not succeed
     ├── APIResponseValidationError  a 2xx answer that does not have the promised shape
     ├── APIConnectionError          no answer
@@ -164,6 +166,18 @@ class RunRecoveredError(TinkerError):
     """A run was lost and made again from its last checkpoint: go back to that step and go on."""
 
     code = "run_recovered"
+
+
+class NonFiniteError(TinkerError):
+    """A loss or gradient is NaN or infinite. Nothing was changed: look at the data, or lower the learning rate."""
+
+    code = "non_finite"
+
+
+class DamagedCheckpointError(TinkerError):
+    """A file of a checkpoint is missing or not what was written; the message names it. Use another checkpoint."""
+
+    code = "damaged_checkpoint"
 
 
 class APIError(TinkerError):

@@ -36,15 +36,13 @@ class PackedAttention:
 
 def _causal(q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, window: int | None) -> torch.Tensor:
     """Attention within one sequence."""
-    q_HNC, k_KNC, v_KNC = q_NHC.transpose(0, 1), k_NKC.transpose(0, 1), v_NKC.transpose(0, 1)
-    groups = q_HNC.shape[0] // k_KNC.shape[0]
-    if groups > 1:
-        k_KNC, v_KNC = k_KNC.repeat_interleave(groups, 0), v_KNC.repeat_interleave(groups, 0)
-    q, k, v = q_HNC.unsqueeze(0), k_KNC.unsqueeze(0), v_KNC.unsqueeze(0)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_NHC, k_NKC, v_NKC))
+    is_shared = q_NHC.shape[1] != k_NKC.shape[1]
     if window is not None and q_NHC.shape[0] > window:
-        out = scaled_dot_product_attention(q, k, v, attn_mask=sliding_mask(q_NHC.shape[0], window, q.device))
+        mask_NN = sliding_mask(q_NHC.shape[0], window, q.device)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask_NN, enable_gqa=is_shared)
     else:
-        out = scaled_dot_product_attention(q, k, v, is_causal=True)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_shared)
     return out.squeeze(0).transpose(0, 1)
 
 

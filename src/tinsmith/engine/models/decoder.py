@@ -107,9 +107,16 @@ class Decoder:
             x_TD = x_TD + self._mlp(index, layer, normed_TD, adapter)
         return rms_norm(x_TD, self.norm_D, self.config.norm_eps)
 
-    def unembed(self, hidden_TD: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
-        """logits_TV in float32."""
-        logits_TV = linear(hidden_TD, self.unembedding_VD).float()
+    def unembed(
+        self, hidden_TD: torch.Tensor, adapter: Adapter | None = None, out_TV: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """logits_TV in float32; written into `out_TV` if that is given (not under autograd)."""
+        if out_TV is None:
+            logits_TV = linear(hidden_TD, self.unembedding_VD).float()
+        elif self.dtype == out_TV.dtype:
+            logits_TV = torch.mm(hidden_TD, self.unembedding_VD.t(), out=out_TV)
+        else:
+            logits_TV = out_TV.copy_(linear(hidden_TD, self.unembedding_VD))
         return _adapted(adapter, None, "lm_head", hidden_TD, logits_TV)
 
     def _queries_keys_values(
@@ -120,18 +127,18 @@ class Decoder:
         angles: tuple[torch.Tensor, torch.Tensor],
         adapter: Adapter | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        config = self.config
-        heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        q_size, kv_size = self.config.query_size, self.config.kv_size
         stacked_TE = layer.qkv(normed_TD)
-        q_TE = _adapted(adapter, index, "q_proj", normed_TD, stacked_TE[:, : config.query_size])
-        k_TE = _adapted(adapter, index, "k_proj", normed_TD, stacked_TE[:, config.query_size : -config.kv_size])
-        v_TE = _adapted(adapter, index, "v_proj", normed_TD, stacked_TE[:, -config.kv_size :])
-        q_THC = q_TE.view(-1, heads, head_dim)
-        k_TKC, v_TKC = k_TE.view(-1, kv_heads, head_dim), v_TE.view(-1, kv_heads, head_dim)
+        parts = stacked_TE[:, :q_size], stacked_TE[:, q_size:-kv_size], stacked_TE[:, -kv_size:]
+        adapted = [
+            _adapted(adapter, index, module, normed_TD, part_TE)
+            for module, part_TE in zip(("q_proj", "k_proj", "v_proj"), parts, strict=True)
+        ]
+        q_THC, k_TKC, v_TKC = (part_TE.view(len(part_TE), -1, self.config.head_dim) for part_TE in adapted)
         if layer.query_norm_C is not None and layer.key_norm_C is not None:
-            q_THC = rms_norm(q_THC, layer.query_norm_C, config.norm_eps)
-            k_TKC = rms_norm(k_TKC, layer.key_norm_C, config.norm_eps)
-        if config.has_rope(index):
+            q_THC = rms_norm(q_THC, layer.query_norm_C, self.config.norm_eps)
+            k_TKC = rms_norm(k_TKC, layer.key_norm_C, self.config.norm_eps)
+        if self.config.has_rope(index):
             q_THC, k_TKC = rotate(q_THC, *angles), rotate(k_TKC, *angles)
         return q_THC, k_TKC, v_TKC
 

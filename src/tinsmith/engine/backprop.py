@@ -1,0 +1,271 @@
+"""The decoder's layers forward and backward for training an adapter, without the overhead of a recorded graph.
+
+Owns: which activations are kept and which are computed again, and the gradients of A and B. The base is frozen: only
+gradients with respect to activations pass through it. Attention alone uses autograd.
+Does not know: logits, losses, requests. (Compared with autograd through `Decoder.hidden` in tests/unit/engine.)
+
+Shapes: T tokens, D inputs, E outputs, H query heads, K key/value heads, C head dim, I intermediate, R rank, G modules
+of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import embedding, linear, silu
+
+from tinsmith.engine.lora import LoraAdapter, LoraGroup, LoraGroups
+from tinsmith.engine.models.attention import PackedAttention
+from tinsmith.engine.models.decoder import Decoder, Layer, Linear
+from tinsmith.engine.models.rope import rotate
+
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(slots=True)
+class _LayerTape:
+    """What the backward pass of a layer needs."""
+
+    x_TD: torch.Tensor
+    x_scale_T1: torch.Tensor
+    heads_THC: torch.Tensor | None
+    """Queries and keys before their norm, for models that have one."""
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    attended_THC: torch.Tensor
+    middle_TD: torch.Tensor
+    middle_scale_T1: torch.Tensor
+    gate_up_TE: torch.Tensor
+    lows: dict[str, torch.Tensor]
+    """x A^T of each group that is trained."""
+
+
+class TrainingPass:
+    """One packed batch: `forward`, then once `backward`.
+
+    Without `is_recording` nothing is kept and there is no backward. With `is_checkpointed` only the input of each layer
+    is kept, and the layer runs again on the way back.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        adapter: LoraAdapter,
+        attention: PackedAttention,
+        *,
+        is_recording: bool = True,
+        is_checkpointed: bool = False,
+    ) -> None:
+        self._decoder = decoder
+        self._adapter = adapter
+        self._attention = attention
+        self._is_checkpointed = is_checkpointed
+        self._is_recording = is_recording and any(layer is not None for layer, _ in adapter.groups)
+        self._tapes: list[_LayerTape | torch.Tensor] = []
+        self._angles: Angles | None = None
+        self._last: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @torch.no_grad()
+    def forward(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        """hidden_TD after the final norm."""
+        decoder = self._decoder
+        self._angles = decoder.rope.angles(self._attention.positions(decoder.device))
+        x_TD = embedding(tokens_T, decoder.embedding_VD)
+        for index in range(len(decoder.layers)):
+            before_TD = x_TD
+            x_TD, tape = self._layer_forward(index, x_TD, needs_graph=self._is_recording and not self._is_checkpointed)
+            if self._is_recording:
+                self._tapes.append(before_TD if self._is_checkpointed else tape)
+        scale_T1 = _norm_scale(x_TD, decoder.config.norm_eps)
+        self._last = x_TD, scale_T1
+        return x_TD * scale_T1 * decoder.norm_D
+
+    @torch.no_grad()
+    def backward(self, grad_TD: torch.Tensor, grads: LoraGroups) -> None:
+        """Add to `grads` what a gradient at the output of `forward` means for the adapter's layers."""
+        assert self._last is not None, "backward before forward, or twice"
+        (x_TD, scale_T1), self._last = self._last, None
+        if not self._is_recording:
+            return
+        grad_TD = _norm_backward(grad_TD, x_TD, scale_T1, self._decoder.norm_D)
+        for index in reversed(range(len(self._tapes))):
+            tape = self._tapes.pop()
+            if isinstance(tape, torch.Tensor):
+                tape = self._layer_forward(index, tape, needs_graph=True)[1]
+            grad_TD = self._layer_backward(index, tape, grad_TD, grads)
+
+    def _layer_forward(self, index: int, x_TD: torch.Tensor, needs_graph: bool) -> tuple[torch.Tensor, _LayerTape]:
+        layer, eps = self._decoder.layers[index], self._decoder.config.norm_eps
+        lows: dict[str, torch.Tensor] = {}
+        x_scale_T1 = _norm_scale(x_TD, eps)
+        normed_TD = x_TD * x_scale_T1 * layer.input_norm_D
+        stacked_TE = self._project(index, "qkv", layer.qkv, normed_TD, lows)
+        heads_THC, qkv = self._heads(index, layer, stacked_TE)
+        with torch.set_grad_enabled(needs_graph):
+            for part in qkv:
+                part.requires_grad_(needs_graph)
+            attended_THC = self._attention(index, *qkv)
+        output_TD = self._project(index, "output", layer.output, attended_THC.detach().flatten(1), lows)
+        middle_TD = output_TD.add_(x_TD)
+        middle_scale_T1 = _norm_scale(middle_TD, eps)
+        normed_TD = middle_TD * middle_scale_T1 * layer.mlp_norm_D
+        gate_up_TE = self._project(index, "gate_up", layer.gate_up, normed_TD, lows)
+        gate_TI, up_TI = gate_up_TE.chunk(2, dim=1)
+        active_TI = silu(gate_TI).mul_(up_TI)
+        out_TD = self._project(index, "down", layer.down, active_TI, lows).add_(middle_TD)
+        tape = _LayerTape(x_TD, x_scale_T1, heads_THC, qkv, attended_THC, middle_TD, middle_scale_T1, gate_up_TE, lows)
+        return out_TD, tape
+
+    def _project(
+        self, index: int, name: str, base: Linear, x_TD: torch.Tensor, lows: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """A linear of the base with its adapter; x A^T is noted in `lows`."""
+        y_TE = base(x_TD)
+        group = self._adapter.groups.get((index, name))
+        if group is None:
+            return y_TE
+        low_TR = lows[name] = linear(x_TD, group.A_GRD.to(x_TD.dtype))
+        _add_up(y_TE, low_TR, group, self._adapter.scale)
+        return y_TE
+
+    def _heads(
+        self, index: int, layer: Layer, stacked_TE: torch.Tensor
+    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Normed and rotated queries and keys, and values; with the queries and keys before that, if normed."""
+        config = self._decoder.config
+        stacked_THC = stacked_TE.view(len(stacked_TE), -1, config.head_dim)
+        heads_THC, v_TKC = stacked_THC[:, : -config.num_kv_heads], stacked_THC[:, -config.num_kv_heads :]
+        raw_THC = None
+        norm_HC = self._head_norm(layer)
+        if norm_HC is not None:
+            raw_THC = heads_THC
+            heads_THC = heads_THC * _norm_scale(heads_THC, config.norm_eps) * norm_HC
+        if config.has_rope(index):
+            assert self._angles is not None
+            heads_THC = rotate(heads_THC, *self._angles)
+        q_THC, k_TKC = heads_THC[:, : config.num_heads], heads_THC[:, config.num_heads :]
+        return raw_THC, (q_THC.detach(), k_TKC.detach(), v_TKC.detach())
+
+    def _head_norm(self, layer: Layer) -> torch.Tensor | None:
+        """The norm weights of all query and key heads below each other."""
+        if layer.query_norm_C is None or layer.key_norm_C is None:
+            return None
+        config = self._decoder.config
+        heads = (config.num_heads, -1), (config.num_kv_heads, -1)
+        return torch.cat((layer.query_norm_C.expand(heads[0]), layer.key_norm_C.expand(heads[1])))
+
+    def _layer_backward(self, index: int, tape: _LayerTape, grad_TD: torch.Tensor, grads: LoraGroups) -> torch.Tensor:
+        layer = self._decoder.layers[index]
+        grad_TD = self._mlp_backward(index, layer, tape, grad_TD, grads)
+        attended_TE = tape.attended_THC.detach().flatten(1)
+        grad_TE = self._linear_backward(index, "output", layer.output, attended_TE, grad_TD, tape, grads)
+        grad_qkv = torch.autograd.grad(tape.attended_THC, tape.qkv, grad_TE.view(tape.attended_THC.shape))
+        stacked_TE = self._heads_backward(index, layer, tape, grad_qkv)
+        normed_TD = tape.x_TD * tape.x_scale_T1 * layer.input_norm_D
+        normed_grad_TD = self._linear_backward(index, "qkv", layer.qkv, normed_TD, stacked_TE, tape, grads)
+        return _norm_backward(normed_grad_TD, tape.x_TD, tape.x_scale_T1, layer.input_norm_D).add_(grad_TD)
+
+    def _mlp_backward(
+        self, index: int, layer: Layer, tape: _LayerTape, grad_TD: torch.Tensor, grads: LoraGroups
+    ) -> torch.Tensor:
+        gate_TI, up_TI = tape.gate_up_TE.chunk(2, dim=1)
+        silu_TI = silu(gate_TI)
+        active_TI = silu_TI * up_TI
+        active_grad_TI = self._linear_backward(index, "down", layer.down, active_TI, grad_TD, tape, grads)
+        gate_up_grad_TE = torch.empty_like(tape.gate_up_TE)
+        gate_grad_TI, up_grad_TI = gate_up_grad_TE.chunk(2, dim=1)
+        torch.mul(active_grad_TI, silu_TI, out=up_grad_TI)
+        torch.ops.aten.silu_backward.grad_input(active_grad_TI.mul_(up_TI), gate_TI, grad_input=gate_grad_TI)
+        normed_TD = tape.middle_TD * tape.middle_scale_T1 * layer.mlp_norm_D
+        normed_grad_TD = self._linear_backward(index, "gate_up", layer.gate_up, normed_TD, gate_up_grad_TE, tape, grads)
+        through_TD = _norm_backward(normed_grad_TD, tape.middle_TD, tape.middle_scale_T1, layer.mlp_norm_D)
+        return through_TD.add_(grad_TD)
+
+    def _linear_backward(
+        self,
+        index: int,
+        name: str,
+        base: Linear,
+        x_TD: torch.Tensor,
+        grad_TE: torch.Tensor,
+        tape: _LayerTape,
+        grads: LoraGroups,
+    ) -> torch.Tensor:
+        """The gradient at the linear's input; those of A and B are added to `grads`."""
+        x_grad_TD = grad_TE @ base.weight_ED
+        group = self._adapter.groups.get((index, name))
+        if group is not None:
+            low_grad_TR = _lora_backward(group, grads[index, name], self._adapter.scale, x_TD, tape.lows[name], grad_TE)
+            x_grad_TD.addmm_(low_grad_TR, group.A_GRD.to(low_grad_TR.dtype))
+        return x_grad_TD
+
+    def _heads_backward(
+        self, index: int, layer: Layer, tape: _LayerTape, grads: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """From gradients of queries, keys and values to that of the stacked projection."""
+        config = self._decoder.config
+        heads_THC = torch.cat(grads[:2], dim=1)
+        if config.has_rope(index):
+            assert self._angles is not None
+            heads_THC = rotate(heads_THC, self._angles[0], -self._angles[1])
+        norm_HC = self._head_norm(layer)
+        if norm_HC is not None:
+            assert tape.heads_THC is not None
+            scale_TH1 = _norm_scale(tape.heads_THC, config.norm_eps)
+            heads_THC = _norm_backward(heads_THC, tape.heads_THC, scale_TH1, norm_HC)
+        return torch.cat((heads_THC, grads[2]), dim=1).flatten(1)
+
+
+def _norm_scale(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / rms(x) of each row, computed in float32."""
+    return x_TD.float().square().mean(-1, keepdim=True).add_(eps).rsqrt_().to(x_TD.dtype)
+
+
+def _norm_backward(
+    grad_TD: torch.Tensor, x_TD: torch.Tensor, scale_T1: torch.Tensor, weight_D: torch.Tensor
+) -> torch.Tensor:
+    """The gradient at the input of x * scale * weight, with scale = 1 / rms(x)."""
+    inner_TD = grad_TD * weight_D
+    unit_TD = x_TD * scale_T1
+    along_T1 = (inner_TD * unit_TD).mean(-1, keepdim=True)
+    return inner_TD.sub_(unit_TD.mul_(along_T1)).mul_(scale_T1)
+
+
+def _add_up(y_TE: torch.Tensor, low_TR: torch.Tensor, group: LoraGroup, scale: float) -> None:
+    """Add scale * low B^T to each module's columns of y."""
+    start = 0
+    for B_ER, part_TR in zip(group.Bs_ER, low_TR.chunk(len(group.modules), dim=1), strict=True):
+        stop = start + len(B_ER)
+        y_TE[:, start:stop].addmm_(part_TR, B_ER.t().to(y_TE.dtype), alpha=scale)
+        start = stop
+
+
+def _lora_backward(
+    group: LoraGroup,
+    grads: LoraGroup,
+    scale: float,
+    x_TD: torch.Tensor,
+    low_TR: torch.Tensor,
+    grad_TE: torch.Tensor,
+) -> torch.Tensor:
+    """Gradients of A and B into `grads`; returns that of x A^T."""
+    low_grad_TR = torch.empty_like(low_TR)
+    parts = zip(group.Bs_ER, grads.Bs_ER, low_TR.chunk(len(group.modules), 1), strict=True)
+    start, column = 0, 0
+    for B_ER, B_grad_ER, part_TR in parts:
+        stop, rank = start + len(B_ER), B_ER.shape[1]
+        part_grad_TE = grad_TE[:, start:stop]
+        torch.mm(part_grad_TE, B_ER.to(grad_TE.dtype), out=low_grad_TR[:, column : column + rank])
+        _accumulate(B_grad_ER, part_grad_TE.t(), part_TR, scale)
+        start, column = stop, column + rank
+    low_grad_TR.mul_(scale)
+    _accumulate(grads.A_GRD, low_grad_TR.t(), x_TD, 1.0)
+    return low_grad_TR
+
+
+def _accumulate(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scale: float) -> None:
+    """total += scale * left right, the sum in total's precision."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, alpha=scale)
+    else:
+        total.add_(left @ right, alpha=scale)

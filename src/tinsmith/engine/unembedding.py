@@ -1,0 +1,133 @@
+"""From hidden states to logprobs of targets and back, some positions at a time: logits never exist for a whole batch.
+
+Owns: log-softmax over the vocabulary in chunks, and its gradient for hidden states and an adapter of the unembedding.
+Does not know: losses; it asks a function for dL/dlogprob.
+
+Shapes: T positions of a batch, N positions of a chunk, K targets per position, D hidden, V vocabulary, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from tinsmith.engine.lora import LM_HEAD, LoraAdapter, LoraGroups
+from tinsmith.engine.models.decoder import Decoder
+
+CHUNK_BYTES = 48 * 2**20
+"""Logits that exist at once."""
+
+GradientOf: TypeAlias = Callable[[slice, torch.Tensor], torch.Tensor | None]
+"""gradient_of(rows, logprobs_NK) -> dL/dlogprob as [N, K]; None: no gradient is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unembedding:
+    """The unembedding of one model as one adapter changes it."""
+
+    decoder: Decoder
+    adapter: LoraAdapter | None = None
+
+    @torch.no_grad()
+    def logprobs(self, hidden_TD: torch.Tensor, targets_TK: torch.Tensor) -> torch.Tensor:
+        """Logprobs of the targets at each position, float32."""
+        return self.fused(hidden_TD, targets_TK, lambda rows, logprobs_NK: None, None)[0]
+
+    @torch.no_grad()
+    def fused(
+        self,
+        hidden_TD: torch.Tensor,
+        targets_TK: torch.Tensor,
+        gradient_of: GradientOf,
+        grads: LoraGroups | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logprobs, and the gradient at the hidden states (None if there is none), in one pass over the vocabulary.
+
+        The unembedding's own gradients are added to `grads`. Positions without gradient have no backward pass.
+        """
+        logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
+        hidden_grad_TD: torch.Tensor | None = None
+        buffer_NV = self._buffer(len(hidden_TD))
+        for start in range(0, len(hidden_TD), len(buffer_NV)):
+            rows = slice(start, min(start + len(buffer_NV), len(hidden_TD)))
+            hidden_ND, targets_NK = hidden_TD[rows], targets_TK[rows]
+            logits_NV = self.decoder.unembed(hidden_ND, self.adapter, out_TV=buffer_NV[: len(hidden_ND)])
+            logprobs_TK[rows] = logprobs_NK = _softmax_(logits_NV, targets_NK)
+            gradient_NK = gradient_of(rows, logprobs_NK)
+            if gradient_NK is None or not bool(gradient_NK.any()):
+                continue
+            if hidden_grad_TD is None:
+                hidden_grad_TD = torch.zeros_like(hidden_TD)
+            hidden_grad_TD[rows] = self._chunk_backward(hidden_ND, targets_NK, logits_NV, gradient_NK, grads)
+        return logprobs_TK, hidden_grad_TD
+
+    def backward(
+        self, hidden_TD: torch.Tensor, targets_TK: torch.Tensor, gradient_TK: torch.Tensor, grads: LoraGroups
+    ) -> torch.Tensor | None:
+        """The gradient at the hidden states for a known dL/dlogprob; only rows that have one are computed again."""
+        active_N = gradient_TK.ne(0).any(dim=1).nonzero().squeeze(1)
+        if not len(active_N):
+            return None
+        gradient_NK = gradient_TK[active_N]
+        _, part_ND = self.fused(
+            hidden_TD[active_N], targets_TK[active_N], lambda rows, logprobs_NK: gradient_NK[rows], grads
+        )
+        assert part_ND is not None
+        return torch.zeros_like(hidden_TD).index_copy_(0, active_N, part_ND)
+
+    def _buffer(self, rows: int) -> torch.Tensor:
+        vocab_size = self.decoder.config.vocab_size
+        size = min(rows, max(1, CHUNK_BYTES // (4 * vocab_size)))
+        return torch.empty(size, vocab_size, dtype=torch.float32, device=self.decoder.device)
+
+    def _chunk_backward(
+        self,
+        hidden_ND: torch.Tensor,
+        targets_NK: torch.Tensor,
+        probabilities_NV: torch.Tensor,
+        gradient_NK: torch.Tensor,
+        grads: LoraGroups | None,
+    ) -> torch.Tensor:
+        """A chunk's gradient at its hidden states; overwrites the probabilities."""
+        active_M = gradient_NK.ne(0).any(dim=1).nonzero().squeeze(1)
+        if len(active_M) == len(hidden_ND):
+            return self._rows_backward(hidden_ND, targets_NK, probabilities_NV, gradient_NK, grads)
+        part_MD = self._rows_backward(
+            hidden_ND[active_M], targets_NK[active_M], probabilities_NV[active_M], gradient_NK[active_M], grads
+        )
+        return torch.zeros_like(hidden_ND).index_copy_(0, active_M, part_MD)
+
+    def _rows_backward(
+        self,
+        hidden_ND: torch.Tensor,
+        targets_NK: torch.Tensor,
+        probabilities_NV: torch.Tensor,
+        gradient_NK: torch.Tensor,
+        grads: LoraGroups | None,
+    ) -> torch.Tensor:
+        logits_grad_NV = probabilities_NV.mul_(-gradient_NK.sum(dim=1, keepdim=True))
+        logits_grad_NV.scatter_add_(1, targets_NK, gradient_NK)
+        weight_VD = self.decoder.unembedding_VD
+        hidden_grad_ND = logits_grad_NV.to(weight_VD.dtype) @ weight_VD
+        group = self.adapter.groups.get((None, LM_HEAD)) if self.adapter is not None else None
+        if group is None or self.adapter is None or grads is None:
+            return hidden_grad_ND
+        A_RD, B_VR, scale = group.A_GRD, group.Bs_ER[0], self.adapter.scale
+        wide_ND = hidden_ND.float()
+        low_NR, low_grad_NR = wide_ND @ A_RD.t(), (logits_grad_NV @ B_VR).mul_(scale)
+        own = grads[None, LM_HEAD]
+        own.Bs_ER[0].addmm_(logits_grad_NV.t(), low_NR, alpha=scale)
+        own.A_GRD.addmm_(low_grad_NR.t(), wide_ND)
+        return hidden_grad_ND.add_(low_grad_NR @ A_RD)
+
+
+def _softmax_(logits_NV: torch.Tensor, targets_NK: torch.Tensor) -> torch.Tensor:
+    """Turn logits into probabilities in place; returns the logprobs of the targets."""
+    chosen_NK = logits_NV.gather(1, targets_NK)
+    largest_N1 = logits_NV.amax(dim=1, keepdim=True)
+    sum_N1 = logits_NV.sub_(largest_N1).exp_().sum(dim=1, keepdim=True)
+    logits_NV.div_(sum_N1)
+    return chosen_NK.sub_(largest_N1).sub_(sum_N1.log())
