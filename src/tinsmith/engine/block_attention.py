@@ -19,11 +19,14 @@ from dataclasses import dataclass
 import torch
 
 from tinsmith.engine.models.config import ModelConfig
+from tinsmith.errors import InvalidInputError
 
 TILE_TOKENS = 64
 """Prefill handles this many new tokens of a sequence at a time: bounds the memory of the scores."""
 _ROW_MULTIPLE = 4
 """Products with fewer rows take other kernels, whose sums are ordered differently."""
+BLOCK_MULTIPLE = 16
+"""Sums over less than a vector register are ordered differently too."""
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -37,6 +40,8 @@ class BlockCache:
     def __init__(
         self, config: ModelConfig, block_count: int, block_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
+        if block_size < 1 or block_size % BLOCK_MULTIPLE:
+            raise InvalidInputError(f"block_size: must be a multiple of {BLOCK_MULTIPLE}, got {block_size}")
         self.config = config
         self.block_size = block_size
         heads, head_dim, layers = config.num_kv_heads, config.head_dim, config.num_layers
@@ -134,7 +139,8 @@ class BlockAttention:
         values = self._blocks(self._cache.values_LNKBC[layer], tiles)
         out = torch.bmm(probs.view(-1, rows, size), values.view(-1, size, head_dim))
         out_SKRC = _summed(out.view(pairs, kv_heads, rows, head_dim), tiles)
-        out_SKTGC = out_SKRC[:, :, : tiles.tokens * self._groups].unflatten(2, (tiles.tokens, self._groups))
+        used_SKRC = out_SKRC[:, :, : tiles.tokens * self._groups]
+        out_SKTGC = used_SKRC.reshape(tiles.count, kv_heads, tiles.tokens, self._groups, head_dim)
         return out_SKTGC.transpose(1, 2).reshape(-1, config.num_heads, head_dim)
 
     def _query_rows(self, tiles: _Tiles, q_THC: torch.Tensor) -> torch.Tensor:
@@ -144,7 +150,7 @@ class BlockAttention:
         used = tiles.tokens * groups
         rows = -(-used // _ROW_MULTIPLE) * _ROW_MULTIPLE
         q_SKRC = torch.zeros(tiles.count, kv_heads, rows, head_dim, device=q_THC.device, dtype=q_THC.dtype)
-        q_SKRC[:, :, :used].unflatten(2, (tiles.tokens, groups)).copy_(q_STKGC.transpose(1, 2))
+        q_SKRC[:, :, :used] = q_STKGC.transpose(1, 2).flatten(2, 3)
         return q_SKRC
 
     def _blocks(self, cached_NX: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
@@ -210,14 +216,14 @@ def _joined(scores_PKRB: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
         scores_PKRB = full.index_copy_(0, tiles.slots_P, scores_PKRB)
     if tiles.width == 1:
         return scores_PKRB
-    return scores_PKRB.unflatten(0, (tiles.count, tiles.width)).permute(0, 2, 3, 1, 4).flatten(3)
+    return scores_PKRB.view(tiles.count, tiles.width, *scores_PKRB.shape[1:]).permute(0, 2, 3, 1, 4).flatten(3)
 
 
 def _parted(probs_SKRT: torch.Tensor, tiles: _Tiles, size: int) -> torch.Tensor:
     """The inverse of `_joined`."""
     if tiles.width == 1:
         return probs_SKRT
-    parts = probs_SKRT.unflatten(3, (tiles.width, size)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    parts = probs_SKRT.view(*probs_SKRT.shape[:3], tiles.width, size).permute(0, 3, 1, 2, 4).flatten(0, 1)
     return parts.contiguous() if tiles.slots_P is None else parts.index_select(0, tiles.slots_P)
 
 
@@ -226,4 +232,4 @@ def _summed(out_PKRC: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
     if tiles.slots_P is not None:
         full = out_PKRC.new_zeros(tiles.count * tiles.width, *out_PKRC.shape[1:])
         out_PKRC = full.index_copy_(0, tiles.slots_P, out_PKRC)
-    return out_PKRC if tiles.width == 1 else out_PKRC.unflatten(0, (tiles.count, tiles.width)).sum(dim=1)
+    return out_PKRC if tiles.width == 1 else out_PKRC.view(tiles.count, tiles.width, *out_PKRC.shape[1:]).sum(dim=1)

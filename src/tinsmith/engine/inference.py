@@ -81,7 +81,8 @@ class InferenceDecoder:
         stacked_TE = layer.qkv(normed_TD)
         adapters.apply(index, "qkv", normed_TD, stacked_TE)
         heads_THC = stacked_TE.view(len(stacked_TE), -1, config.head_dim)  # queries, then keys, then values
-        turned_THC, v_TKC = heads_THC.split([config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
+        turned = config.num_heads + config.num_kv_heads
+        turned_THC, v_TKC = heads_THC[:, :turned], heads_THC[:, turned:]
         weights = layer.weights
         if weights.query_norm_C is not None and weights.key_norm_C is not None:
             q_THC = rms_norm(turned_THC[:, : config.num_heads], weights.query_norm_C, config.norm_eps)

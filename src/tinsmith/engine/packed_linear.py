@@ -1,7 +1,7 @@
 """Matrix products for inference: weights laid out once for few rows at a time.
 
-Owns: the choice of kernel. On a CPU in float32 the weights are copied into oneDNN's blocked layout, which is up to twice
-as fast as a plain product for 4 to 32 rows, and whose result for a row does not depend on the number of rows: that is
+Owns: the choice of kernel. On a CPU in float32 the weights are copied into oneDNN's blocked layout, which is up to
+twice as fast as a plain product for 4 to 32 rows, and whose result for a row does not depend on the number of rows: that is
 what makes a sample independent of its batch. Elsewhere the plain product is used, and rows of different batches agree
 to rounding only.
 Does not know: models, autograd (these weights are never trained).
@@ -26,7 +26,12 @@ _ROWS_HINT = 8
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products of this device and dtype have the fast, batch-independent form."""
-    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return device.type == "cpu" and dtype == torch.float32 and _has_onednn()
+
+
+def _has_onednn() -> bool:
+    found: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return found
 
 
 def inference_linear(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> InferenceLinear:
@@ -35,4 +40,4 @@ def inference_linear(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None
         return lambda x_TD: linear(x_TD, weight_ED, bias_E)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_ED.detach().contiguous(), _ROWS_HINT)
     product = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x_TD: product(x_TD, packed, bias_E, "none", [], "")  # type: ignore[no-any-return]
+    return lambda x_TD: product(x_TD, packed, bias_E, "none", [], "")

@@ -39,7 +39,8 @@ class FrozenAdapter:
 
 
 def _block_diagonal(group: LoraGroup) -> torch.Tensor:
-    return torch.block_diag(*(B_ER.detach() for B_ER in group.Bs_ER))
+    joined: torch.Tensor = torch.block_diag(*(B_ER.detach() for B_ER in group.Bs_ER))  # type: ignore[no-untyped-call]
+    return joined
 
 
 @dataclass(frozen=True, slots=True)

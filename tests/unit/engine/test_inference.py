@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,17 @@ from tinsmith.engine.models.decoder import Decoder
 from tinsmith.engine.models.load import load_model
 from tinsmith.engine.models.tiny import make_tiny
 from tinsmith.engine.packed_linear import can_pack, inference_linear
-from tinsmith.engine.row_adapters import FrozenAdapter, RowAdapters
+from tinsmith.engine.row_adapters import NO_ADAPTERS, FrozenAdapter, RowAdapters
 
-BLOCK = 4
+BLOCK = 16
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def load(tmp_path: Path, family: str = "llama", **sizes: object) -> Decoder:
@@ -44,7 +54,7 @@ class Cached:
         self.length += count
         return new
 
-    def feed(self, tokens: list[int], adapters: RowAdapters = RowAdapters(())) -> torch.Tensor:
+    def feed(self, tokens: list[int], adapters: RowAdapters = NO_ADAPTERS) -> torch.Tensor:
         return run(self.decoder, self.cache, [(self, tokens)], adapters)
 
 
@@ -52,7 +62,7 @@ def run(
     decoder: InferenceDecoder,
     cache: BlockCache,
     parts: list[tuple[Cached, list[int]]],
-    adapters: RowAdapters = RowAdapters(()),
+    adapters: RowAdapters = NO_ADAPTERS,
 ) -> torch.Tensor:
     """logits_TV of new tokens of several sequences."""
     batch, rows, positions = [], [], []
@@ -94,7 +104,7 @@ def test_chunks_and_single_tokens_give_the_trainers_logits(tmp_path: Path, famil
     decoder = load(tmp_path, family, **sizes)
     sequence = Cached(InferenceDecoder(decoder), make_cache(decoder), [(29 * i) % 64 for i in range(64)])
     cuts = [0, 70, 71, 72, 100, 147, 148, 149, 150]
-    logits = torch.cat([sequence.feed(TOKENS[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)])
+    logits = torch.cat([sequence.feed(TOKENS[a:b]) for a, b in itertools.pairwise(cuts)])
     assert (logits - full_logits(decoder, TOKENS)).abs().max() < 1e-4
 
 
@@ -134,7 +144,6 @@ exact = pytest.mark.skipif(
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(960, 576), (576, 1536), (96, 576), (3, 32), (64, 3), (1, 33), (259, 32)])
 def test_a_row_of_a_product_does_not_depend_on_the_others(threads: int, shape: tuple[int, int]) -> None:
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         product, x = inference_linear(torch.randn(shape)), torch.randn(200, shape[1])
@@ -142,7 +151,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(threads: int, shape: t
         for count in (1, 2, 3, 5, 8, 13, 32, 64, 127):
             assert torch.equal(product(x[200 - count :]), all_rows[200 - count :])
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(1)
 
 
 @exact
@@ -152,7 +161,6 @@ def test_logits_do_not_depend_on_batch_chunks_or_blocks(tmp_path: Path, threads:
     decoder = load(tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     inference = InferenceDecoder(decoder)
     adapter = FrozenAdapter(trained(decoder, 5, 2), decoder.device, decoder.dtype)
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         alone = Cached(inference, make_cache(decoder), list(range(40)))
@@ -172,7 +180,7 @@ def test_logits_do_not_depend_on_batch_chunks_or_blocks(tmp_path: Path, threads:
         assert done == 150
         assert torch.equal(torch.cat(pieces), plain)
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(1)
 
 
 def test_what_is_not_finite_does_not_outlive_its_block(tmp_path: Path) -> None:
