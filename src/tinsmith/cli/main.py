@@ -10,6 +10,7 @@ from tinsmith.version import PROTOCOL_VERSION, __version__
 
 COMMANDS = {
     "serve": ("tinsmith.cli.serve", "serve", "Run a Tinker server for official and own clients."),
+    "demo": ("tinsmith.cli.demo", "demo", "Fine-tune a small model here and compare it with what it was."),
     "key": ("tinsmith.cli.key", "key", "Keys of a server: create, list, revoke."),
 }
 """Name of a command, where it is, and what the overview says about it."""
