@@ -75,7 +75,7 @@ def example_of(row: Any, tokenizer: Any, where: str) -> Example:
 
 def _completion(prompt: str, completion: str, tokenizer: Any) -> Example:
     first = list(tokenizer.encode(prompt))
-    rest = list(tokenizer.encode(completion, add_special_tokens=False)) + [tokenizer.eos_token_id]
+    rest = [*tokenizer.encode(completion, add_special_tokens=False), tokenizer.eos_token_id]
     return Example(tuple(first + rest), (0.0,) * len(first) + (1.0,) * len(rest))
 
 

@@ -46,10 +46,10 @@ def _demo(console: Any, out: Path, model: str | None, data: Path | None, plan: P
     began = time.monotonic()
     console.print("[bold]1.[/] A local engine: no account, no GPU, no hub")
     with tinsmith.ServiceClient(user_metadata={"purpose": "demo"}) as service:
-        offered = {item.model_name: item for item in service.get_server_capabilities().supported_models}
+        offered = {str(item.model_name): item for item in service.get_server_capabilities().supported_models}
         name = model or next(iter(offered))
         if name not in offered:
-            raise TinkerError(f"{name!r} is not offered (there are: {', '.join(map(str, offered))})")
+            raise TinkerError(f"{name!r} is not offered (there are: {', '.join(offered)})")
         training = service.create_lora_training_client(name, rank=rank, seed=0)
         tokenizer = training.get_tokenizer()
         examples = _examples(data, tokenizer, offered[name].max_context_length or 2048)
@@ -75,7 +75,7 @@ def _demo(console: Any, out: Path, model: str | None, data: Path | None, plan: P
         files = _export(service, training, out)
         took = time.monotonic() - began
         figures = {
-            "Base model": str(name),
+            "Base model": name,
             "Adapter": f"LoRA, rank {rank}",
             "Data": f"{len(examples)} chats, {count} tokens, {plan.epochs} epochs",
             "Loss": f"{curve.losses[0]:.2f} to {curve.losses[-1]:.2f} per token",

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tinsmith.cli.chat_data import Example
 from tinsmith.types import AdamParams
+
+AHEAD = 2
+"""Steps on their way at once: the next is there when the last one is done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,24 +70,23 @@ def fine_tune(
     """Train from step `first` on. The next step is on its way before the last one has answered."""
     batches = plan.batches(examples)
     curve, began, tokens = Curve(), time.monotonic(), 0
-    waiting: list[tuple[int, list[Example], Any, Any]] = []
-    for index in range(first, len(batches) + 1):
-        if index < len(batches):
-            rate = plan.learning_rate * (1 - index / len(batches))
-            datums = [example.datum() for example in batches[index]]
-            passed = training.forward_backward(datums, "cross_entropy")
-            stepped = training.optim_step(AdamParams(learning_rate=rate, grad_clip_norm=1.0))
-            waiting.append((index, batches[index], passed, stepped))
-        if len(waiting) < 2 and index < len(batches):
-            continue
-        done, batch, passed, stepped = waiting.pop(0) if waiting else (0, [], None, None)
-        if passed is None:
-            break
-        loss = passed.result().metrics["loss:sum"] / max(1.0, sum(example.counted for example in batch))
+    under_way: deque[tuple[Any, Any]] = deque()
+    for index in range(first, len(batches)):
+        while len(under_way) < AHEAD and index + len(under_way) < len(batches):
+            under_way.append(_submit(training, batches, index + len(under_way), plan))
+        passed, stepped = under_way.popleft()
+        counted = sum(example.counted for example in batches[index])
+        loss = passed.result().metrics["loss:sum"] / max(1.0, counted)
         stepped.result()
-        tokens += sum(len(example.tokens) for example in batch)
+        tokens += sum(len(example.tokens) for example in batches[index])
         spent = time.monotonic() - began
-        left = spent / (done + 1 - first) * (len(batches) - done - 1)
-        curve.steps.append(Progress(done + 1, len(batches), loss, tokens, tokens / spent, left))
+        left = spent / (index + 1 - first) * (len(batches) - index - 1)
+        curve.steps.append(Progress(index + 1, len(batches), loss, tokens, tokens / spent, left))
         show(curve.steps[-1])
     return curve
+
+
+def _submit(training: Any, batches: list[list[Example]], index: int, plan: Plan) -> tuple[Any, Any]:
+    rate = plan.learning_rate * (1 - index / len(batches))
+    passed = training.forward_backward([example.datum() for example in batches[index]], "cross_entropy")
+    return passed, training.optim_step(AdamParams(learning_rate=rate, grad_clip_norm=1.0))
