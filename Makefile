@@ -17,6 +17,7 @@ check: setup ## Format, lint, types and unit tests: about a minute
 
 test: setup ## Everything: what check does, the contract tests against the official SDK, its cookbook, and end to end
 	@tools/cookbook
+	@tools/postgres
 	@.venv/bin/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/mypy
@@ -26,6 +27,7 @@ bench: setup ## Benchmarks, each beside the official SDK in the same run
 	@tools/official
 	@$(PY) bench/wire.py
 	@$(PY) bench/sdk.py
+	@$(PY) bench/store.py
 
 lines: ## Lines of code per sub-package, with the change against main
 	@tools/lines
