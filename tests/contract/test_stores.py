@@ -131,10 +131,11 @@ def test_one_callers_violation_fails_that_caller_only(make_store: MakeStore) -> 
 
 
 def test_violations_do_no_lasting_harm(make_store: MakeStore) -> None:
-    """Often enough for a driver to begin to prepare statements, behind one that fails."""
+    """Often enough for a driver to begin to prepare a statement behind one that fails, at an odd and an even count."""
 
     async def scenario(store: AnyStore) -> None:
         await store.write(statement("insert_job", make.job(seq=0)))
+        await store.write(statement("insert_job_if_absent", make.job(seq=0)))
         for index in range(1, 15):
             bad, *good = await asyncio.gather(
                 store.write(statement("insert_job", make.job(seq=0)), statement("insert_org", make.org("lost"))),
