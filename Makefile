@@ -23,7 +23,7 @@ test: setup ## Everything: what check does, the contract tests against the offic
 	@.venv/bin/mypy
 	@$(PY) -m pytest -q tests
 
-bench: setup ## Benchmarks, each beside the official SDK in the same run
+bench: setup ## Benchmarks: wire and SDK beside the official SDK in the same run, and the store
 	@tools/official
 	@$(PY) bench/wire.py
 	@$(PY) bench/sdk.py
