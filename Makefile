@@ -17,15 +17,17 @@ check: setup ## Format, lint, types and unit tests: about a minute
 
 test: setup ## Everything: what check does, the contract tests against the official SDK, its cookbook, and end to end
 	@tools/cookbook
+	@tools/postgres
 	@.venv/bin/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/mypy
 	@$(PY) -m pytest -q tests
 
-bench: setup ## Benchmarks, each beside the official SDK in the same run
+bench: setup ## Benchmarks: wire and SDK beside the official SDK in the same run, and the store
 	@tools/official
 	@$(PY) bench/wire.py
 	@$(PY) bench/sdk.py
+	@$(PY) bench/store.py
 
 lines: ## Lines of code per sub-package, with the change against main
 	@tools/lines

@@ -43,7 +43,7 @@ def percentiles(times_s: list[float]) -> str:
     return f"p50 {cuts[49] * 1e3:8.2f} ms   p99 {cuts[98] * 1e3:8.2f} ms"
 
 
-async def measure_writers(store: Store, writers: int) -> None:
+async def measure_writers(store: Store, writers: int, lane: str = "") -> None:
     times_s: list[float] = []
     commits = store.commits  # type: ignore[attr-defined]
     end = time.perf_counter() + SECONDS
@@ -55,13 +55,13 @@ async def measure_writers(store: Store, writers: int) -> None:
             times_s.append(time.perf_counter() - start)
             seq += 1
 
-    start, start_cpu = time.perf_counter(), time.process_time()
-    await asyncio.gather(*(write(f"{writers}-{index}") for index in range(writers)))
-    wall_s, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
+    start = time.perf_counter()
+    await asyncio.gather(*(write(f"{lane}{writers}-{index}") for index in range(writers)))
+    wall_s = time.perf_counter() - start
     commits = store.commits - commits  # type: ignore[attr-defined]
     print(
         f"  {writers:5} writers  {len(times_s) / wall_s:9,.0f} writes/s   {percentiles(times_s)}   "
-        f"{len(times_s) / commits:6.1f} per commit   {cpu_s / len(times_s) * 1e6:5.0f} us CPU each"
+        f"{len(times_s) / commits:6.1f} per commit"
     )
 
 
@@ -101,26 +101,9 @@ async def measure_busy_loop(store: Store) -> None:
             await asyncio.sleep(0)
 
     computing = asyncio.ensure_future(compute())
-    print("  with a busy loop:")
-    await measure_writers_named(store, 64)
+    print("  while the loop computes:")
+    await measure_writers(store, 64, "busy-")
     await computing
-
-
-async def measure_writers_named(store: Store, writers: int) -> None:
-    times_s: list[float] = []
-    end = time.perf_counter() + SECONDS
-
-    async def write(lane: str) -> None:
-        seq = 0
-        while (start := time.perf_counter()) < end:
-            await store.write(statement("insert_job", job(lane, seq)))
-            times_s.append(time.perf_counter() - start)
-            seq += 1
-
-    start = time.perf_counter()
-    await asyncio.gather(*(write(f"busy-{index}") for index in range(writers)))
-    wall_s = time.perf_counter() - start
-    print(f"  {writers:5} writers  {len(times_s) / wall_s:9,.0f} writes/s   {percentiles(times_s)}")
 
 
 async def measure(title: str, url: str) -> None:

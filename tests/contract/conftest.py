@@ -127,7 +127,7 @@ def make_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
         return memory_stores()
     if request.param == "sqlite":
         return sqlite_stores(tmp_path)
-    return postgres_stores(request.getfixturevalue("postgres").database())
+    return postgres_stores(request.getfixturevalue("postgres").schema())
 
 
 @pytest.fixture(params=["sqlite", "postgres"])
@@ -135,4 +135,4 @@ def make_lasting_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeSt
     """The kinds of store that outlive their process."""
     if request.param == "sqlite":
         return sqlite_stores(tmp_path)
-    return postgres_stores(request.getfixturevalue("postgres").database())
+    return postgres_stores(request.getfixturevalue("postgres").schema())

@@ -79,7 +79,7 @@ def old_database(request: pytest.FixtureRequest, tmp_path: Path) -> MakeStore:
         write_first_version_to_sqlite(tmp_path / "tinsmith.db")
         return sqlite_stores(tmp_path)
     server: PostgresServer = request.getfixturevalue("postgres")
-    dsn = server.database()
+    dsn = server.schema()
     write_first_version_to_postgres(dsn)
     return postgres_stores(dsn)
 

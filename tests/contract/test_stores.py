@@ -134,6 +134,25 @@ def test_one_callers_violation_fails_that_caller_only(make_store: MakeStore) -> 
     run(make_store, scenario)
 
 
+def test_violations_do_no_lasting_harm(make_store: MakeStore) -> None:
+    """Often enough for a driver to begin to prepare a statement behind one that fails, at an odd and an even count."""
+
+    async def scenario(store: AnyStore) -> None:
+        await store.write(statement("insert_job", make.job(seq=0)))
+        await store.write(statement("insert_job_if_absent", make.job(seq=0)))
+        for index in range(1, 15):
+            bad, *good = await asyncio.gather(
+                store.write(statement("insert_job", make.job(seq=0)), statement("insert_org", make.org("lost"))),
+                store.write(statement("insert_job_if_absent", make.job(seq=index))),
+                store.write(statement("set_job_state", request_id=f"model-1:{index}", state="done")),
+                return_exceptions=True,
+            )
+            assert isinstance(bad, ConstraintError)
+            assert good == [1, 1]
+
+    run(make_store, scenario)
+
+
 def test_many_writers_share_commits_and_keep_their_order(make_store: MakeStore) -> None:
     async def scenario(store: AnyStore) -> None:
         before = store.commits
@@ -273,6 +292,9 @@ def test_rows_that_do_not_fit_their_type_are_an_error_of_the_reader(make_store: 
         await store.write(statement("insert_org", make.org()))
         with pytest.raises(ValueError, match="missing required field `count`"):
             await store.read(CountRow, "orgs")
+        await store.write(statement("insert_sampler", make.sampler()))
+        with pytest.raises(ValueError, match="missing required field `count`"):
+            await store.write_returning(CountRow, "add_sampler_clone", sampler_id="sampler-1")
         assert await store.read(OrgRow, "orgs") == [make.org()]
 
     run(make_store, scenario)

@@ -35,6 +35,17 @@ OLDEST_SERVER = 130000
 """PostgreSQL 13: the first that tells the outcome of a transaction by its 64-bit id."""
 MAX_GROUP = 1000
 MAX_GROUP_BYTES = 32 * 2**20
+CONNECTING: dict[str, Any] = {
+    "connect_timeout": 10,
+    "tcp_user_timeout": 20_000,
+    "keepalives_idle": 10,
+    "prepare_threshold": None,
+}
+"""Bounds, in libpq's units, on a peer that is silent without having closed the connection. No prepared statements:
+psycopg takes one for made whose making was skipped because something before it in a pipeline failed."""
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+"""Between tries to reach a server that went away."""
 SCHEMA_LOCK = 7_465_737_301
 """Held while the schema is brought up to date, since several processes may start at once."""
 
@@ -81,6 +92,7 @@ class PostgresStore:
         self._reader_slots = asyncio.Semaphore(readers)
         self._idle: list[Connection] = []
         self._process_id = -1
+        self._lost_at: float | None = None
 
     async def open(self) -> None:
         if self._task is not None:
@@ -163,28 +175,41 @@ class PostgresStore:
             self.commits += 1
             return outcomes
         except StoreError as error:
-            logger.error(
-                "a commit failed", extra={"event": "store_commit_failed", "writes": len(group)}, exc_info=error
-            )
+            logger.error("a commit failed: %s", error, extra={"event": "store_failing", "writes": len(group)})
+            if attempt.is_unsettled:
+                error = StoreUnavailableError(f"{error} Whether this write was stored is not known.")
+            return [error] * len(group)
+        except Exception as error:
+            logger.exception("a commit failed")
+            await self._drop_writing()
             return [error] * len(group)
 
     async def _persist(self, action: Callable[[Connection], Awaitable[ResultT]]) -> ResultT:
         """Run an action on the writing connection; anew on a new one while the server can be expected back."""
-        deadline = self._clock() + self._patience_s
-        pause_s = 0.05
+        pause_s = FIRST_PAUSE_S
         while True:
             try:
                 if self._writing is None:
                     self._writing = await self._connect()
-                return await action(self._writing)
+                result = await action(self._writing)
+                self._lost_at = None
+                return result
             except psycopg.Error as error:
                 is_passing = is_lost(error, self._writing)
                 await self._drop_writing()
-                if not is_passing or self._clock() + pause_s > deadline:
+                if not is_passing or self._is_patience_over():
                     raise self._explain(error) from error
-                logger.warning("the database does not answer; trying again", extra={"event": "store_reconnect"})
+                if pause_s == FIRST_PAUSE_S:
+                    logger.warning("%s; trying again", self._explain(error), extra={"event": "store_reconnecting"})
             await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, 1.0)
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+
+    def _is_patience_over(self) -> bool:
+        """Patience begins with the loss, so that groups behind the first do not each wait that long."""
+        now = self._clock()
+        if self._lost_at is None:
+            self._lost_at = now
+        return now - self._lost_at >= self._patience_s
 
     async def _drop_writing(self) -> None:
         connection, self._writing = self._writing, None
@@ -197,7 +222,7 @@ class PostgresStore:
         self._check_open()
         deadline = self._clock() + self._patience_s
         async with self._reader_slots:
-            pause_s = 0.05
+            pause_s = FIRST_PAUSE_S
             while True:
                 connection: Connection | None = None
                 try:
@@ -215,13 +240,13 @@ class PostgresStore:
                     await _dispose(connection)
                     raise
                 await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, 1.0)
+                pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
     # Connections ----------------------------------------------------------------------------------------------------
 
     async def _connect(self) -> Connection:
         connection = await psycopg.AsyncConnection.connect(
-            self._dsn, autocommit=True, connect_timeout=10, application_name="tinsmith"
+            self._dsn, autocommit=True, application_name="tinsmith", **CONNECTING
         )
         if connection.info.server_version < OLDEST_SERVER:
             await connection.close()
@@ -268,6 +293,10 @@ class _GroupCommit:
         self._is_careful = False
         self._unsettled: tuple[str, list[Outcome]] | None = None
         """A transaction whose commit was not answered, and what it gave."""
+
+    @property
+    def is_unsettled(self) -> bool:
+        return self._unsettled is not None
 
     async def run(self, connection: Connection) -> list[Outcome]:
         if self._unsettled is not None:
@@ -318,16 +347,15 @@ _PASSING = ("08", "57P", "53300", "40001", "40P01")
 
 
 async def _is_committed(connection: Connection, transaction: str) -> bool:
-    """Whether a transaction of a lost connection was committed; its old server process may still be at it."""
-    while True:
-        try:
-            cursor = await connection.execute("SELECT pg_xact_status(%s::xid8)", (transaction,))
-        except psycopg.errors.InvalidParameterValue:
-            return False  # this server, promoted since, has not come to that number: it never saw the transaction
-        row = await cursor.fetchone()
-        if row is None or row[0] != "in progress":
-            return row is not None and row[0] == "committed"
-        await asyncio.sleep(0.05)
+    """Whether a transaction of a lost connection was committed."""
+    try:
+        cursor = await connection.execute("SELECT pg_xact_status(%s::xid8)", (transaction,))
+    except psycopg.errors.InvalidParameterValue:
+        return False  # this server, promoted since, has not come to that number: it never saw the transaction
+    row = await cursor.fetchone()
+    if row is not None and row[0] == "in progress":
+        raise psycopg.errors.ConnectionFailure("the old connection is still committing")
+    return row is not None and row[0] == "committed"
 
 
 async def _run_behind_savepoint(connection: Connection, write: Write, where: str) -> Outcome:
@@ -346,7 +374,11 @@ async def _run_behind_savepoint(connection: Connection, write: Write, where: str
 async def _outcome(write: Write, cursors: Sequence[Cursor]) -> Outcome:
     if write.row_type is None:
         return sum(max(cursor.rowcount, 0) for cursor in cursors)
-    return await _rows(write.row_type, cursors[0])
+    try:
+        rows: list[Row] = await _rows(write.row_type, cursors[0])
+        return rows
+    except msgspec.ValidationError as error:
+        return error
 
 
 async def _execute(connection: Connection, sql: str, parameters: Bound) -> Cursor:

@@ -146,6 +146,7 @@ class Writer(threading.Thread):
         self.commits = 0
         self._connection, self._outbox, self._explain = connection, outbox, explain
         self._is_over = False
+        self._is_failing = False
 
     def run(self) -> None:
         while not self._is_over:
@@ -179,6 +180,7 @@ class Writer(threading.Thread):
             outcomes = [self._run(task, is_careful=is_careful) for task in group]
             self._connection.execute("COMMIT")
             self.commits += 1
+            self._note(None)
             return outcomes
         except _HalfDoneError:
             self._roll_back()
@@ -188,10 +190,16 @@ class Writer(threading.Thread):
             if len(group) > 1 and _code(error) == sqlite3.SQLITE_FULL:
                 # One large write must not take the small ones with it: results should still find the room that is left.
                 return [outcome for task in group for outcome in self._commit([task])]
-            logger.error(
-                "a commit failed", extra={"event": "store_commit_failed", "writes": len(group)}, exc_info=error
-            )
+            self._note(error)
             return [(task.future, None, self._explain(error)) for task in group]
+
+    def _note(self, error: sqlite3.Error | None) -> None:
+        """Say when commits begin to fail and when they succeed again, not each time."""
+        if error is not None and not self._is_failing:
+            logger.error("commits fail: %s", error, extra={"event": "store_failing"})
+        elif error is None and self._is_failing:
+            logger.warning("commits succeed again", extra={"event": "store_recovered"})
+        self._is_failing = error is not None
 
     def _run(self, task: Task, *, is_careful: bool) -> Outcome:
         """One caller's statements. SQLite undoes a failed statement by itself; those before it need a savepoint."""
