@@ -103,8 +103,11 @@ def test_connections_are_used_again_where_the_answer_allows_it(first: bytes, con
 
 
 @pytest.mark.parametrize("what", ["end", "word"])
-def test_a_kept_connection_that_the_server_ends_is_noticed_before_it_is_used(what: str) -> None:
+def test_a_kept_connection_that_the_server_ends_is_noticed_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     """Even a POST, which is never repeated, does not fail."""
+    monkeypatch.setattr(exchange, "KEEP_ALIVE_S", 1000.0)
     go_on, gone = asyncio.Event(), asyncio.Event()
     connections = 0
 
@@ -244,6 +247,19 @@ def test_a_connection_that_ends_at_once() -> None:
     serve(server, scenario)
 
 
+def test_a_connection_that_has_ended_sends_nothing() -> None:
+    async def scenario() -> None:
+        def unused(_: exchange.Connection) -> None:
+            raise AssertionError
+
+        ended = exchange.Connection(asyncio.get_running_loop(), memoryview(bytearray(1)), unused, unused)
+        with pytest.raises(exchange.ExchangeError, match="ended without an answer"):
+            await ended.exchange(request("http://127.0.0.1:9/"), b"", 0.0, 1)
+        assert not ended.was_sent
+
+    asyncio.run(scenario())
+
+
 async def never(*_: Any, **__: Any) -> Any:
     await asyncio.Event().wait()
 
@@ -269,7 +285,8 @@ def test_closing_ends_what_waits_for_a_connection(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(aiohappyeyeballs, "start_connection", never)
 
     async def scenario(transport: Any) -> None:
-        task = asyncio.create_task(transport.send(request("http://127.0.0.1:9/")))
+        made = request("http://127.0.0.1:9/", connect_timeout_s=1000.0, timeout_s=1000.0)
+        task = asyncio.create_task(transport.send(made))
         await asyncio.sleep(0)
         await transport.close()
         with pytest.raises(shared.APIConnectionError, match="the transport was closed"):

@@ -66,11 +66,11 @@ class Connection(asyncio.BufferedProtocol):
 
     async def exchange(self, request: HttpRequest, head: bytes, deadline: float, max_bytes: int) -> HttpResponse:
         """Send a request and wait for its answer. Without one, or when cancelled, the connection is closed."""
+        answer = self._answer = Answer(request.method, max_bytes)
+        self.was_sent = False
         if not self.is_open:
             raise ExchangeError(Why.DROPPED, _GONE)
-        answer = self._answer = Answer(request.method, max_bytes)
         done = self._done = self._loop.create_future()
-        self.was_sent = False
         self._wake_at(deadline)
         try:
             self._begin_sending(request, head)
