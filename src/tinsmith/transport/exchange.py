@@ -16,6 +16,7 @@ from tinsmith.transport.multipart import PIECE_BYTES
 
 READ_BYTES = 256 * 1024
 
+_GONE = "Server disconnected"
 _TOO_SOON_S = 0.001
 """A timer may ring this much before its time; that counts as in time."""
 
@@ -66,8 +67,10 @@ class Connection(asyncio.BufferedProtocol):
     async def exchange(self, request: HttpRequest, head: bytes, deadline: float, max_bytes: int) -> HttpResponse:
         """Send a request and wait for its answer. Without one, or when cancelled, the connection is closed."""
         answer = self._answer = Answer(request.method, max_bytes)
-        done = self._done = self._loop.create_future()
         self.was_sent = False
+        if not self.is_open:
+            raise ExchangeError(Why.DROPPED, _GONE)
+        done = self._done = self._loop.create_future()
         self._wake_at(deadline)
         try:
             self._begin_sending(request, head)
@@ -83,6 +86,7 @@ class Connection(asyncio.BufferedProtocol):
             self._done = None
             if self._sender is not None:
                 await self._stop_sending()
+        self._answer = None
         if self.is_open:
             self._wake_at(self._loop.time() + KEEP_ALIVE_S)
             self._on_idle(self)
@@ -129,7 +133,7 @@ class Connection(asyncio.BufferedProtocol):
         done, answer = self._done, self._answer
         if done is None or answer is None or done.done():
             return
-        cause = getattr(exc, "strerror", None) or "Server disconnected"
+        cause = getattr(exc, "strerror", None) or _GONE
         done.set_exception(ExchangeError(Why.CUT_OFF if answer.status else Why.DROPPED, cause))
 
     def pause_writing(self) -> None:

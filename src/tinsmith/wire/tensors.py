@@ -183,6 +183,11 @@ def tensor_of(values: Any, where: str, dtype: TensorDtype | None = None) -> Tens
         natural = _WIRE_DTYPES[values.dtype]
         if dtype is None or dtype == natural:
             return TensorData.of_array(values, natural, list(values.shape))
+    if type(values) is list and dtype is not None:
+        array = int_array(values, where) if dtype == "int64" else float_array(values, where)
+        if array.dtype == NUMPY_DTYPES[dtype] and array.flags.c_contiguous:
+            return TensorData.of_array(array, dtype, list(array.shape))
+        values = array
     tensor = TensorData.__new__(TensorData)
     _fill(tensor, values, dtype, None, None, None, where)
     tensor._init(shape=list(tensor.array.shape))
