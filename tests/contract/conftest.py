@@ -101,3 +101,26 @@ def official(request: pytest.FixtureRequest) -> Official:
 @pytest.fixture
 def newest() -> Official:
     return _official(NEWEST)
+
+
+class Oracle(Official):
+    """The process of official/trace_oracle.py."""
+
+    def __init__(self) -> None:
+        self.release = NEWEST
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("TINKER", "PYTHON"))}
+        script = Path(__file__).parent / "official" / "trace_oracle.py"
+        self._process = subprocess.Popen(
+            [OFFICIAL / "venv" / "bin" / "python", "-W", "ignore", script],
+            env=environment | {"PYTHONPATH": str(OFFICIAL / NEWEST), "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Oracle]:
+    process = Oracle()
+    yield process
+    process.close()

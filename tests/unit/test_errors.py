@@ -22,6 +22,7 @@ PARENTS: dict[str, tuple[str, ...]] = {
     "WireError": ("TinkerError", "ValueError"),
     "LimitExceededError": ("WireError",),
     "RequestFailedError": ("TinkerError",),
+    "MissingPackageError": ("TinkerError", "ImportError"),
     "RunRecoveredError": ("TinkerError",),
     "MissingArgumentError": ("InvalidInputError", "TypeError"),
     "APIError": ("TinkerError",),
@@ -49,6 +50,7 @@ CODES: dict[str, tuple[str, bool]] = {
     "WireError": ("malformed_body", False),
     "LimitExceededError": ("limit_exceeded", False),
     "RequestFailedError": ("request_failed", False),
+    "MissingPackageError": ("missing_package", False),
     "RunRecoveredError": ("run_recovered", False),
     "MissingArgumentError": ("missing_argument", False),
     "APIError": ("api_error", False),
@@ -88,6 +90,8 @@ def instance(name: str) -> Exception:
         error = cls(REQUEST, "refused")
     elif cls is errors.APIError:
         error = cls("failed", REQUEST, body=BODY)
+    elif cls is errors.MissingPackageError:
+        error = cls("torch", "a loss")
     else:
         error = cls("failed")
     assert isinstance(error, Exception)
