@@ -5,6 +5,7 @@ TinkerError                         root of everything tinsmith raises on purpos
 │   ├── UnknownFieldError (TypeError)     a field that the type does not have
 │   ├── MissingArgumentError (TypeError)  an argument that must be given
 │   └── UnknownLossInputError (KeyError)  a plain list under a key whose dtype is not known
+├── MissingPackageError (ImportError)  a package that is not installed is needed
 ├── WireError (ValueError)          bytes from the other side do not follow the protocol
 │   └── LimitExceededError          ... or are larger than the limit in force
 ├── RequestFailedError              the server accepted an operation and it failed
@@ -127,6 +128,21 @@ class UnknownLossInputError(InvalidInputError, KeyError):
     """A plain list was given under a key whose dtype is not defined: pass a numpy array or TensorData instead."""
 
     code = "unknown_loss_input"
+
+
+class MissingPackageError(TinkerError, ImportError):
+    """What was asked for needs a package that is not installed; the message gives the command that installs it."""
+
+    code = "missing_package"
+
+    def __init__(self, package: str, purpose: str) -> None:
+        super().__init__(
+            f"{purpose} needs the package {package}, which is not installed: pip install {package}", name=package
+        )
+        self.purpose = purpose
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.purpose), self.__dict__
 
 
 class WireError(TinkerError, ValueError):

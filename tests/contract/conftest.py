@@ -136,3 +136,26 @@ def make_lasting_store(request: pytest.FixtureRequest, tmp_path: Path) -> MakeSt
     if request.param == "sqlite":
         return sqlite_stores(tmp_path)
     return postgres_stores(request.getfixturevalue("postgres").schema())
+
+
+class Oracle(Official):
+    """The process of official/trace_oracle.py."""
+
+    def __init__(self) -> None:
+        self.release = NEWEST
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("TINKER", "PYTHON"))}
+        script = Path(__file__).parent / "official" / "trace_oracle.py"
+        self._process = subprocess.Popen(
+            [OFFICIAL / "venv" / "bin" / "python", "-W", "ignore", script],
+            env=environment | {"PYTHONPATH": str(OFFICIAL / NEWEST), "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Iterator[Oracle]:
+    process = Oracle()
+    yield process
+    process.close()

@@ -200,6 +200,33 @@ def test_close_with_work_pending_leaves_nothing_either(
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_close_tells_everyone_and_cancels_every_sample(
+    make_server: Any, connect: Any, caplog: pytest.LogCaptureFixture, is_shared: bool
+) -> None:
+    caplog.set_level(logging.WARNING)
+    server = make_server(
+        flags={"sample_use_retrieve_futures": is_shared}, dynamic_flags={"sample_cancel_enabled": True}
+    )
+    client = connect(server)
+    sampler = client.create_sampling_client(base_model="stub/model")
+    server.pause_work()
+    futures = [sampler.sample(PROMPT, 1, PARAMS) for _ in range(50)]
+    server.wait_for("asample", 50, timeout_s=10)
+    server.wait_for("retrieve_futures" if is_shared else "retrieve_future", timeout_s=10)
+    while len(sampler.holder.pending_samples) < 50:
+        time.sleep(0.01)
+    polls = len(server.find("retrieve_future"))
+    client.close()
+
+    assert {type(future.exception(0)) for future in futures} == {TinkerError}
+    assert len({request.body["request_id"] for request in server.find("cancel_future")}) == 50
+    assert len(server.find("cancel_future")) == 50, "each is cancelled once"
+    if is_shared:
+        assert len(server.find("retrieve_future")) == polls, "nobody begins to poll at the end"
+    assert caplog.records == []
+
+
 def test_close_while_samples_are_being_submitted_says_nothing(
     connect: Any, server: TinkerServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -261,3 +261,16 @@ def test_two_models_of_a_client_are_numbered_apart(client: ServiceClient, server
 
     for model in (one, other):
         assert [number for model_id, number, _ in server.executed if model_id == model.model_id] == [1, 2, 3]
+
+
+def test_saved_weights_lead_to_the_console_of_their_server(trainer: TrainingClient, server: TinkerServer) -> None:
+    saved = trainer.save_state("a").result(10)
+    sampler = trainer.save_weights_for_sampler("b").result(10)
+    run = trainer.model_id.replace(":", "%3A")
+
+    assert saved.get_console_url() == f"{server.url}/checkpoints/{run}/weights%2Fa"
+    assert sampler.get_console_url() == f"{server.url}/checkpoints/{run}/sampler_weights%2Fb"
+    assert sampler.get_playground_url().startswith(
+        f"{server.url}/playground?mode=checkpoint&checkpoint=tinker%3A%2F%2F"
+    )
+    assert trainer.get_console_url() == f"{server.url}/training_runs/{trainer.model_id}"

@@ -243,8 +243,9 @@ def test_a_graph_with_other_nodes_is_refused() -> None:
 
 def test_missing_torch_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(TinkerError, match=r"create_custom_loss needs PyTorch.*pip install torch"):
+    with pytest.raises(TinkerError, match=r"create_custom_loss needs the package torch.*pip install torch") as told:
         trace(clipped, RANKS)
+    assert isinstance(told.value, ImportError)
 
 
 def test_importing_the_modules_loads_no_torch() -> None:

@@ -22,6 +22,7 @@ PARENTS: dict[str, tuple[str, ...]] = {
     "WireError": ("TinkerError", "ValueError"),
     "LimitExceededError": ("WireError",),
     "RequestFailedError": ("TinkerError",),
+    "MissingPackageError": ("TinkerError", "ImportError"),
     "RunRecoveredError": ("TinkerError",),
     "StoreError": ("TinkerError",),
     "ConstraintError": ("StoreError",),
@@ -55,6 +56,7 @@ CODES: dict[str, tuple[str, bool]] = {
     "WireError": ("malformed_body", False),
     "LimitExceededError": ("limit_exceeded", False),
     "RequestFailedError": ("request_failed", False),
+    "MissingPackageError": ("missing_package", False),
     "RunRecoveredError": ("run_recovered", False),
     "StoreError": ("store_error", False),
     "ConstraintError": ("store_constraint", False),
@@ -100,6 +102,8 @@ def instance(name: str) -> Exception:
         error = cls(REQUEST, "refused")
     elif cls is errors.APIError:
         error = cls("failed", REQUEST, body=BODY)
+    elif cls is errors.MissingPackageError:
+        error = cls("torch", "a loss")
     else:
         error = cls("failed")
     assert isinstance(error, Exception)

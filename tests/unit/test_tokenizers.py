@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 
+from tinsmith.client.chat_templates import MAX_CHAT_CHARACTERS
+from tinsmith.client.libraries import library
 from tinsmith.client.tokenizers import (
     LLAMA_3_MIRROR,
-    MAX_CHAT_CHARACTERS,
     Tokenizer,
     TokenizerFiles,
     load_tokenizer,
@@ -285,5 +286,14 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, package: st
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(
         TinkerError, match=f"needs the package {package}, which is not installed: pip install {package}"
-    ):
+    ) as told:
         call()
+    assert isinstance(told.value, ImportError)
+    assert told.value.name == package
+
+
+def test_a_package_that_lacks_another_says_so_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "half_there.py").write_text("import no_such_package_at_all")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):
+        library("half_there", "this test")

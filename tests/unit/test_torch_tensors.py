@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.errors import InvalidInputError, PrecisionWarning
+from tinsmith.errors import InvalidInputError, PrecisionWarning, TinkerError
 from tinsmith.wire.inputs import Datum, ModelInput
 from tinsmith.wire.tensors import TensorData
 
@@ -153,3 +154,10 @@ def test_the_constructor_takes_a_tensor() -> None:
 def test_lists_hold_the_pad_value_where_csr_lists_nothing() -> None:
     sparse = TensorData([7], "int64", [1, 2], [0, 1], [1])
     assert (sparse.tolist(), sparse.tolist(5), sparse.tolist(pad_value=5)) == ([[0, 7]], [[5, 7]], [[5, 7]])
+
+
+def test_to_torch_without_torch_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=r"to_torch needs the package torch.*pip install torch") as told:
+        TensorData([1], "int64").to_torch()
+    assert isinstance(told.value, TinkerError)

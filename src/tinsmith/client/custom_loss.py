@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from tinsmith.errors import InvalidInputError, TinkerError, WireError
+from tinsmith.client.libraries import library
+from tinsmith.errors import InvalidInputError, WireError
 from tinsmith.wire.inputs import Datum
 from tinsmith.wire.numbers import Array, is_torch_tensor
 from tinsmith.wire.tensors import TensorData, sparse_if_smaller, tensor_of
@@ -46,11 +47,7 @@ class CustomLoss:
 
 def import_torch(purpose: str) -> Any:
     """The torch module, or an error that says how to get it."""
-    try:
-        import torch
-    except ImportError as error:
-        raise TinkerError(f"{purpose} needs PyTorch, which is not installed: pip install torch") from error
-    return torch
+    return library("torch", purpose)
 
 
 def forward_data(data: Sequence[Datum]) -> list[Datum]:

@@ -36,6 +36,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CANCEL_TIMEOUT_S = 30.0
+CANCELLERS = 32
+"""How many samples are cancelled at a time when a client ends."""
+FAREWELL_S = 0.6
+"""What telling the server that a client ends may take."""
 
 
 class Operations:
@@ -70,8 +74,7 @@ class Operations:
         except TinkerError:
             coroutine.close()
             raise
-        if cancellable:
-            future.add_done_callback(lambda done: _close_unstarted(coroutine) if done.cancelled() else None)
+        future.add_done_callback(lambda _: _close_unstarted(coroutine))
         return future
 
     async def promise(
@@ -141,28 +144,36 @@ def _close_unstarted(coroutine: Coroutine[Any, Any, Any]) -> None:
 
 
 def close_parts(connection: Connection, telemetry: Telemetry, pending_samples: set[str]) -> None:
-    """End a client: cancel its samples, send its telemetry, end sockets, loop and thread; within about a second.
+    """End a client: give its operations up, cancel its samples, send its telemetry, end sockets, loop and thread;
+    within about a second.
 
     Runs when the last client that shares the parts is dropped or closed, or when the program ends.
     """
     runner = connection.runner
-    if runner.is_closed or runner.is_inherited:
-        return
-    if runner.is_own_thread:
-        runner.close_after(_shut_down(connection, telemetry, list(pending_samples)))
-        return
-    with contextlib.suppress(TimeoutError, TinkerError):
-        runner.submit(_shut_down(connection, telemetry, list(pending_samples))).result(1.0)
-    runner.close()
+    if not runner.is_closed and not runner.is_inherited:
+        # The set belongs to the loop; there it is copied, while it still holds what is about to be cancelled.
+        runner.close(lambda: _shut_down(connection, telemetry, list(pending_samples)))
 
 
-async def _shut_down(connection: Connection, telemetry: Telemetry, pending_samples: list[str]) -> None:
+async def _shut_down(connection: Connection, telemetry: Telemetry, request_ids: list[str]) -> None:
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(0.6):
-            if pending_samples and connection.dynamic.sample_cancel_enabled:
-                await asyncio.gather(*(cancel_sample(connection, request_id) for request_id in pending_samples))
-            await telemetry.flush()
+        async with asyncio.timeout(FAREWELL_S):
+            if connection.is_ready and connection.dynamic.sample_cancel_enabled:
+                await _cancel_samples(connection, request_ids)
+            if connection.is_ready:
+                await telemetry.flush()
     await connection.close()
+
+
+async def _cancel_samples(connection: Connection, request_ids: list[str]) -> None:
+    """Tell the server of as many as there is time for; it gives the others up with their session."""
+    left = iter(request_ids)
+
+    async def work() -> None:
+        for request_id in left:
+            await cancel_sample(connection, request_id)
+
+    await asyncio.gather(*(work() for _ in range(min(CANCELLERS, len(request_ids)))))
 
 
 async def cancel_sample(connection: Connection, request_id: str) -> None:

@@ -10,7 +10,7 @@ import concurrent.futures
 import contextlib
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tinsmith.client.futures import Future
@@ -28,6 +28,7 @@ class Runner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._open: dict[asyncio.Task[Any], Future[Any]] = {}
         self._submitted: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
         self._pid = os.getpid()
         self._is_closed = False
@@ -64,31 +65,19 @@ class Runner:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def close(self, timeout: float = 1.0) -> None:
-        """Cancel what still runs and end the thread. Safe to call twice, and after a fork."""
+    def close(self, last: Callable[[], Coroutine[Any, Any, Any]] | None = None, timeout_s: float = 0.8) -> None:
+        """Accept nothing more, cancel what runs, run what `last` makes (it is called in the loop, before anything is
+        cancelled), end the thread, and wait for that up to the timeout; from inside the loop nothing is waited for.
+        Safe to call twice, and after a fork."""
         with self._lock:
             self._is_closed = True
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
-        if loop is None or thread is None or os.getpid() != self._pid:
+        if loop is None or thread is None or self.is_inherited:
             return
-        loop.call_soon_threadsafe(self._stop, loop)
+        loop.call_soon_threadsafe(self._end, loop, last)
         if thread is not threading.current_thread():
-            thread.join(timeout)
-
-    @property
-    def is_own_thread(self) -> bool:
-        return self._thread is threading.current_thread()
-
-    def close_after(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        """End from inside the loop: after this coroutine, and with nothing more accepted."""
-        with self._lock:
-            self._is_closed = True
-            self._loop = self._thread = None
-        loop = asyncio.get_running_loop()
-        last = loop.create_task(coroutine)
-        last.add_done_callback(lambda _: self._stop(loop))
-        self._last = last
+            thread.join(timeout_s)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if os.getpid() != self._pid:
@@ -118,13 +107,17 @@ class Runner:
             coroutine.close()
             return
         task = self.spawn(coroutine)
+        self._open[task] = future
         loop = asyncio.get_running_loop()
 
         def finish(task: asyncio.Task[T]) -> None:
+            del self._open[task]
             error = None if task.cancelled() else task.exception()
-            with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled by its owner meanwhile
+            if future.done():  # cancelled by its owner, or told that the client is closed
+                return
+            with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled by its owner just now
                 if task.cancelled():
-                    future.set_exception(TinkerError("The client was closed before the operation was done."))
+                    future.set_exception(_closed())
                 elif error is not None:
                     future.set_exception(error)
                 else:
@@ -137,10 +130,23 @@ class Runner:
         task.add_done_callback(finish)
         future.add_done_callback(forward_cancel)  # type: ignore[arg-type]
 
-    def _stop(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _end(self, loop: asyncio.AbstractEventLoop, last: Callable[[], Coroutine[Any, Any, Any]] | None) -> None:
+        """Tell all who wait first: that is quick, and ending the tasks of many thousand operations is not."""
+        farewell = last() if last is not None else None
+        for future in [future for task, future in self._open.items() if not task.done()]:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(_closed())
         for task in list(self._tasks):
             task.cancel()
-        loop.call_soon(loop.stop)
+        if farewell is None:
+            loop.call_soon(loop.stop)
+            return
+        self._last = loop.create_task(farewell)
+        self._last.add_done_callback(lambda _: loop.stop())
+
+
+def _closed() -> TinkerError:
+    return TinkerError("The client was closed before the operation was done.")
 
 
 def _run(loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[Any]]) -> None:

@@ -363,7 +363,7 @@ class SamplingClient:
             if self._poller is not None:
                 self._poller.fetched(promise.request_id)
         except asyncio.CancelledError:
-            if connection.dynamic.sample_cancel_enabled:
+            if connection.dynamic.sample_cancel_enabled and not connection.runner.is_closed:
                 connection.runner.spawn(cancel_sample(connection, promise.request_id))
             raise
         finally:

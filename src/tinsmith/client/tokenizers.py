@@ -1,30 +1,29 @@
 """Tokenizers on the `tokenizers` library alone, under the method names that programs use on those of transformers.
 
-Owns: loading (a directory, a server's files, the Hugging Face hub), special tokens, chat templates.
-Does not know: servers. The libraries tokenizers, jinja2, huggingface_hub and transformers are imported when needed.
-(Compared with transformers in tests/contract/test_custom_loss_contract.py.)
+Owns: loading (a directory, a server's files, the Hugging Face hub) and special tokens.
+Does not know: servers, how a template is run. The libraries tokenizers, huggingface_hub and transformers are imported
+when they are needed.
+(Compared with transformers in tests/contract/test_tokenizers_contract.py.)
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import json
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from tinsmith.client.chat_templates import check_objects, chosen_template, render
+from tinsmith.client.libraries import library
 from tinsmith.errors import InvalidInputError, TinkerError
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-MAX_CHAT_CHARACTERS = 16 * 2**20
-"""Where rendering a chat template stops; no model reads that much."""
 NEED_TRANSFORMERS = frozenset(
     {
         "continue_final_message",
@@ -239,11 +238,11 @@ class Tokenizer:
                 raise InvalidInputError(
                     f"{name}: only load_tokenizer(..., prefer_transformers=True) has it", field=name
                 )
-        _check_objects("messages", messages)
-        _check_objects("tools", tools or ())
+        check_objects("messages", messages)
+        check_objects("tools", tools or ())
         conversation = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
-        template = _chosen_template(_templates(self.files), chat_template, has_tools=bool(tools))
-        text = _render(template, {"documents": None} | self.special_tokens_map | conversation | kwargs)
+        template = chosen_template(_templates(self.files), chat_template, has_tools=bool(tools))
+        text = render(template, {"documents": None} | self.special_tokens_map | conversation | kwargs)
         if not tokenize:
             return text
         encoded = self(text, add_special_tokens=False)
@@ -261,9 +260,9 @@ _LOADING = threading.Lock()
 @functools.lru_cache(maxsize=16)
 def _backend(files: TokenizerFiles) -> Any:
     """The vocabulary and the rules; never changed once it is here."""
-    library = _library("tokenizers", "a tokenizer")
+    tokenizers = library("tokenizers", "a tokenizer")
     try:
-        backend = library.Tokenizer.from_buffer(files.tokenizer_json)
+        backend = tokenizers.Tokenizer.from_buffer(files.tokenizer_json)
     except ValueError as error:
         raise InvalidInputError(f"tokenizer.json: {error}", field="tokenizer_json") from None
     backend.no_padding()
@@ -273,14 +272,14 @@ def _backend(files: TokenizerFiles) -> Any:
         content = token["content"]
         if backend.token_to_id(content) is None:
             given = {flag: token[flag] for flag in flags if flag in token}
-            backend.add_tokens([library.AddedToken(content, **given)])
+            backend.add_tokens([tokenizers.AddedToken(content, **given)])
         if backend.token_to_id(content) != int(token_id):
             has = f"{content!r}, which has the id {backend.token_to_id(content)} by tokenizer.json"
             raise InvalidInputError(f"added_tokens_decoder[{token_id!r}]: {has}", field="added_tokens_decoder")
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     named = [_content(files.config.get(name)) for name in NAMED_TOKENS]
     for name in filter(None, (*named, *_extra_tokens(files.config).values(), *_listed_tokens(files.config))):
-        token = added.get(name) or library.AddedToken(name, normalized=False)
+        token = added.get(name) or tokenizers.AddedToken(name, normalized=False)
         if not token.special:
             token.special = True
             backend.add_special_tokens([token])
@@ -313,13 +312,6 @@ def _id_list(ids: Any) -> list[int]:
     return listed
 
 
-def _check_objects(name: str, items: Sequence[Any]) -> None:
-    for i, item in enumerate(items):
-        if not isinstance(item, Mapping):
-            kind = type(item).__name__
-            raise InvalidInputError(f"{name}[{i}]: expected an object, got {kind}", field=f"{name}[{i}]")
-
-
 def _templates(files: TokenizerFiles) -> dict[str, str]:
     """The chat templates by name; one that stands alone is the default."""
     given = files.config.get("chat_template")
@@ -328,70 +320,8 @@ def _templates(files: TokenizerFiles) -> dict[str, str]:
     return {name: template for name, template in named.items() if template is not None}
 
 
-def _chosen_template(templates: Mapping[str, str], wanted: str | None, *, has_tools: bool) -> str:
-    if wanted is not None:
-        return templates.get(wanted, wanted)
-    name = "tool_use" if has_tools and "tool_use" in templates else "default"
-    if name not in templates:
-        raise InvalidInputError("this tokenizer has no chat template; pass one as chat_template", field="chat_template")
-    return templates[name]
-
-
-def _render(template: str, variables: Mapping[str, Any]) -> str:
-    jinja2 = _library("jinja2", "a chat template")
-    pieces, size = [], 0
-    try:
-        for piece in _environment().from_string(template).generate(**variables):
-            pieces.append(piece)
-            size += len(piece)
-            if size > MAX_CHAT_CHARACTERS:
-                raise jinja2.TemplateError(f"its output is longer than {MAX_CHAT_CHARACTERS} characters")
-    except (jinja2.TemplateError, OverflowError, TypeError) as error:
-        raise InvalidInputError(f"chat template: {error}", field="chat_template") from error
-    return "".join(pieces)
-
-
-@functools.lru_cache(maxsize=1)
-def _environment() -> Any:
-    """Where templates run: sandboxed, and with what transformers gives them. Output is bounded, running time is not."""
-    jinja2 = _library("jinja2", "a chat template")
-    sandbox: Any = importlib.import_module("jinja2.sandbox")
-
-    class GenerationTag(importlib.import_module("jinja2.ext").Extension):  # type: ignore[misc]
-        """Marks what the assistant said, for masks that are not made here."""
-
-        tags = frozenset({"generation"})
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    class Environment(sandbox.ImmutableSandboxedEnvironment):  # type: ignore[misc]
-        intercepted_binops = frozenset({"*"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            for items, count in ((left, right), (right, left)):
-                if hasattr(items, "__len__") and isinstance(count, int) and len(items) * count > MAX_CHAT_CHARACTERS:
-                    raise sandbox.SecurityError(f"a product is longer than {MAX_CHAT_CHARACTERS} characters")
-            return left * right
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment
-
-
 def _from_hub(name: str, revision: str | None) -> Path:
-    hub = _library("huggingface_hub", f"{name!r} is no directory, and loading from the Hugging Face hub")
+    hub = library("huggingface_hub", f"{name!r} is no directory, and loading from the Hugging Face hub")
     try:
         return Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
     except (OSError, ValueError) as error:  # the hub's own errors are of these kinds
@@ -402,7 +332,7 @@ def _from_hub(name: str, revision: str | None) -> Path:
 
 
 def _from_transformers(source: str | Path | TokenizerFiles, revision: str | None, trust_remote_code: bool) -> Any:
-    auto = _library("transformers", "prefer_transformers").AutoTokenizer
+    auto = library("transformers", "prefer_transformers").AutoTokenizer
     if isinstance(source, TokenizerFiles):
         with tempfile.TemporaryDirectory() as directory:
             contents = (source.tokenizer_json, json.dumps(source.config).encode(), None, source.chat_template)
@@ -412,10 +342,3 @@ def _from_transformers(source: str | Path | TokenizerFiles, revision: str | None
             return auto.from_pretrained(directory)
     pinned = revision if revision is not None else PINNED_REVISIONS.get(str(source), "main")
     return auto.from_pretrained(str(source), revision=pinned, trust_remote_code=trust_remote_code)
-
-
-def _library(name: str, purpose: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise TinkerError(f"{purpose} needs the package {name}, which is not installed: pip install {name}") from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import numpy as np
 
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import InvalidInputError, MissingPackageError
 from tinsmith.wire.frozen import Frozen
 from tinsmith.wire.numbers import Array, float_array, int_array, is_torch_tensor, torch_to_numpy
 
@@ -117,8 +117,10 @@ class TensorData(Frozen):
 
     def to_torch(self, pad_value: float = 0) -> torch.Tensor:
         """The tensor as a dense torch tensor of its own memory."""
-        import torch
-
+        try:
+            import torch
+        except ModuleNotFoundError as error:
+            raise MissingPackageError("torch", "to_torch") from error
         return torch.from_numpy(np.array(self.to_numpy(pad_value)))
 
     def tolist(self, pad_value: float = 0) -> Any:
