@@ -19,15 +19,15 @@ from tinsmith.wire.training import CreateCustomLossRequest, CustomLossGraph, Cus
 P = {"ref": "logprobs"}
 
 
-def node(op: str, name: str, target: str, *args: Any, **kwargs: Any) -> CustomLossNode:
+def node(op: str, name: str, target: str, /, *args: Any, **kwargs: Any) -> CustomLossNode:
     return CustomLossNode(op=op, name=name, target=target, args=list(args), kwargs=kwargs)  # type: ignore[arg-type]
 
 
-def call(name: str, target: str, *args: Any, **kwargs: Any) -> CustomLossNode:
+def call(name: str, target: str, /, *args: Any, **kwargs: Any) -> CustomLossNode:
     return node("call_function", name, target, *args, **kwargs)
 
 
-def method(name: str, target: str, *args: Any, **kwargs: Any) -> CustomLossNode:
+def method(name: str, target: str, /, *args: Any, **kwargs: Any) -> CustomLossNode:
     return node("call_method", name, target, *args, **kwargs)
 
 

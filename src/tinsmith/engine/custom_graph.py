@@ -1,25 +1,23 @@
 """Uploaded losses: a graph of tensor operations, checked once and then run datum by datum with its gradient.
 
 Owns: the interpreter, and the limits on what it makes. `graph_checks.py` has seen the graph before; every operation is
-looked up in the allow-list of `graph_operations.py`. Before it runs, its result's size is worked out on tensors without
-memory, so that a few bytes cannot ask for much memory or time. All of it runs on the CPU: logprobs are few, and an
+looked up in the allow-list of `graph_operations.py`. Before it runs, `graph_sizes.py` says how large its result can be,
+so that a few bytes cannot ask for much memory or time. All of it runs on the CPU: logprobs are few, and an
 index that is out of range is an error there, not the end of a device.
 Does not know: how losses are stored or found by their id.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.engine import graph_operations as allowed
 from tinsmith.engine.graph_checks import FLOATS, MAX_INTEGER, check_inputs, check_nodes
+from tinsmith.engine.graph_sizes import leaves, most_cells
 from tinsmith.engine.losses.base import Evaluation
 from tinsmith.engine.losses.metrics import MetricTotals
 from tinsmith.errors import InvalidInputError, NonFiniteError
@@ -32,6 +30,8 @@ MAX_RUN_CELLS = 2**27
 MAX_PRODUCTS = 2**32
 """Multiplications of one matrix product."""
 _NUMBERS = (bool, int, float)
+_OPERATION_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, AssertionError)
+"""What torch raises for arguments that do not fit."""
 
 
 class CustomLoss:
@@ -98,51 +98,42 @@ def _gradient(loss: Tensor, leaf: Tensor, where: str) -> Tensor:
 
 
 class _Run:
-    """One walk over the nodes. Each value is kept twice: as it is, and as a twin on `meta`, which has a size only."""
+    """One walk over the nodes."""
 
     def __init__(self, nodes: Sequence[CustomLossNode], tensors: Mapping[str, Tensor], where: str) -> None:
         self._nodes = nodes
         self._tensors = tensors
         self._where = where
         self._values: dict[str, Any] = {}
-        self._twins: dict[str, Any] = {}
         self._cells = 0
 
     def result(self) -> tuple[Tensor, dict[str, Tensor]]:
         for node in self._nodes:
             if node.op == "placeholder":
-                self._keep(node, self._tensors[node.target])
+                self._values[node.name] = self._tensors[node.target]
             elif node.op == "output":
-                return self._checked(decode(node.args[0], self._values, "cpu"))
+                return self._checked(decode(node.args[0], self._values))
             else:
-                self._call(node)
+                self._values[node.name] = self._call(node, f"{self._where}, node {node.name} ({node.target})")
         raise AssertionError("a checked graph has an output")
 
-    def _call(self, node: CustomLossNode) -> None:
-        where = f"{self._where}, node {node.name} ({node.target})"
-        function = (allowed.METHODS if node.op == "call_method" else allowed.FUNCTIONS)[node.target]
-        args, kwargs = _arguments(node, self._values, "cpu")
-        _check_values(node, args, where)
+    def _call(self, node: CustomLossNode, where: str) -> Any:
+        operation = (allowed.METHODS if node.op == "call_method" else allowed.FUNCTIONS)[node.target]
+        args = decode(node.args, self._values)
+        kwargs = {key: decode(value, self._values) for key, value in node.kwargs.items()}
         try:
-            twin, cells = None, _most_selected(node, args)
-            if cells is None:
-                twin_args, twin_kwargs = _arguments(node, self._twins, "meta")
-                with torch.no_grad():
-                    twin = function(*twin_args, **twin_kwargs)
-                cells = sum(item.numel() for item in _leaves(twin) if isinstance(item, Tensor))
+            _check_values(node, args, where)
+            cells = most_cells(operation, args, kwargs)
             self._count(cells, where)
-            _check_product(node, args, cells, where)
-            value = function(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, IndexError, ArithmeticError, NotImplementedError) as error:
-            if isinstance(error, InvalidInputError):
-                raise
-            _refuse(where, f"{error}".split("\n")[0], error)
-        self._keep(node, value, twin)
-
-    def _keep(self, node: CustomLossNode, value: Any, twin: Any = None) -> None:
-        _check_result(value, f"{self._where}, node {node.name} ({node.target})")
-        self._values[node.name] = value
-        self._twins[node.name] = _twin(value) if twin is None else twin
+            if operation.size is allowed.Size.PRODUCT:
+                _check_product(args, kwargs, cells, where)
+            value = operation.run(*args, **kwargs)
+        except InvalidInputError:
+            raise
+        except _OPERATION_ERRORS as error:
+            _refuse(where, f"{error}".partition("\n")[0], error)
+        _check_result(value, where)
+        return value
 
     def _count(self, cells: int, where: str) -> None:
         self._cells += cells
@@ -164,34 +155,29 @@ class _Run:
         return loss, metrics
 
 
-def decode(value: Any, values: Mapping[str, Any], device: str) -> Any:
+def decode(value: Any, values: Mapping[str, Any]) -> Any:
     """An argument from its encoded form; `values` gives what references stand for. Its form was checked before."""
     if isinstance(value, list):
-        return [decode(item, values, device) for item in value]
+        return [decode(item, values) for item in value]
     if not isinstance(value, Mapping):
         return value
     ((kind, content),) = value.items()
     if kind == "ref":
         return values[content]
     if kind in ("tuple", "slice"):
-        items = [decode(item, values, device) for item in content]
+        items = [decode(item, values) for item in content]
         return tuple(items) if kind == "tuple" else slice(*items)
     if kind == "dict":
-        return {key: decode(item, values, device) for key, item in content.items()}
+        return {key: decode(item, values) for key, item in content.items()}
     simple: dict[str, Callable[[], Any]] = {
         "ellipsis": lambda: ...,
         "float": lambda: FLOATS[content],
         "dtype": lambda: allowed.DTYPES[content],
-        "device": lambda: torch.device(device),
+        "device": lambda: torch.device("cpu"),
         "layout": lambda: torch.strided,
         "memory_format": lambda: torch.preserve_format,
     }
     return simple[kind]()
-
-
-def _arguments(node: CustomLossNode, values: Mapping[str, Any], device: str) -> tuple[list[Any], dict[str, Any]]:
-    kwargs = {key: decode(value, values, device) for key, value in node.kwargs.items()}
-    return decode(node.args, values, device), kwargs
 
 
 def _check_values(node: CustomLossNode, args: Sequence[Any], where: str) -> None:
@@ -223,53 +209,20 @@ def _check_numbers(target: str, args: Sequence[Any], where: str) -> None:
             _refuse(where, f"{base} to the power of {exponent} is too large for an integer; write a float")
 
 
-def _check_product(node: CustomLossNode, args: Sequence[Any], cells: int, where: str) -> None:
-    if node.target not in allowed.PRODUCTS:
-        return
-    if len(args) != 2 or not isinstance(args[0], Tensor) or node.kwargs:
+def _check_product(args: Sequence[Any], kwargs: Mapping[str, Any], cells: int, where: str) -> None:
+    if len(args) != 2 or not isinstance(args[0], Tensor) or kwargs:
         _refuse(where, "takes two tensors, without names")
     products = cells * (args[0].shape[-1] if args[0].ndim else 1)
     if products > MAX_PRODUCTS:
         _refuse(where, f"would take {products} multiplications; at most {MAX_PRODUCTS} are allowed")
 
 
-def _most_selected(node: CustomLossNode, args: Sequence[Any]) -> int | None:
-    """The most cells that an operation can give whose result's size depends on values; None for all others."""
-    name = node.target.removeprefix("torch.").removeprefix("Tensor.")
-    if name == "nonzero" and isinstance(args[0], Tensor):
-        return args[0].numel() * max(1, args[0].ndim)
-    if name == "masked_select" and isinstance(args[0], Tensor) and isinstance(args[1], Tensor):
-        return math.prod(np.broadcast_shapes(args[0].shape, args[1].shape))
-    if name == "operator.getitem" and isinstance(args[0], Tensor):
-        index = args[1] if isinstance(args[1], (tuple, list)) else [args[1]]
-        arrays = [item for item in index if isinstance(item, (Tensor, list))]
-        masks = [item for item in arrays if isinstance(item, Tensor) and item.dtype in (torch.bool, torch.uint8)]
-        if masks and len(arrays) > 1:
-            raise ValueError("a mask must be the only tensor of an index")
-        return args[0].numel() if masks else None
-    return None
-
-
 def _check_result(value: Any, where: str) -> None:
-    for item in _leaves(value):
+    for item in leaves(value):
         if isinstance(item, int) and abs(item) > MAX_INTEGER:
             _refuse(where, "gives an integer that is too large")
         if isinstance(item, Tensor) and item.is_complex():
             _refuse(where, "gives complex numbers")
-
-
-def _leaves(value: Any) -> Iterable[Any]:
-    if isinstance(value, (tuple, list)):
-        return itertools.chain.from_iterable(_leaves(item) for item in value)
-    return (value,)
-
-
-def _twin(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().to("meta")
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(_twin(item) for item in value)
-    return value
 
 
 def _described(value: Any) -> str:
