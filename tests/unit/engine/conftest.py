@@ -1,0 +1,36 @@
+"""Tiny models, written once per test run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinsmith.engine.models.decoder import Decoder
+from tinsmith.engine.models.load import load_model
+from tinsmith.engine.models.tiny import make_tiny
+
+
+@dataclass(frozen=True)
+class Tiny:
+    directory: Path
+    decoder: Decoder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Tiny]:
+    """tiny(family, **sizes): a model on disk and its decoder."""
+    made: dict[str, Tiny] = {}
+
+    def get(family: str = "llama", **sizes: Any) -> Tiny:
+        key = json.dumps([family, sizes], sort_keys=True)
+        if key not in made:
+            directory = make_tiny(tmp_path_factory.mktemp(family), family, seed=3, **sizes)
+            made[key] = Tiny(directory, load_model(directory, cache_dir=directory).decoder)
+        return made[key]
+
+    return get
