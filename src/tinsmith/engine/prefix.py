@@ -32,7 +32,8 @@ class PrefixIndex:
 
     def find(self, adapter: Hashable, tokens: Sequence[int], limit: int) -> list[int]:
         """Hold and return the blocks whose tokens `tokens` begins with, at most `limit` tokens in all."""
-        node, blocks = self._roots.get(adapter), []
+        node = self._roots.get(adapter)
+        blocks: list[int] = []
         while node is not None and (len(blocks) + 1) * self.block_size <= limit:
             start = len(blocks) * self.block_size
             node = node.children.get(tuple(tokens[start : start + self.block_size]))

@@ -49,11 +49,9 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """tokens_S, and their logprobs_S under the model's own distribution (temperature 1, nothing restricted)."""
     tokens_S = torch.empty(len(rules), dtype=torch.int64, device=logits_SV.device)
-    for rows, candidates in _kinds(rules, logits_SV.shape[1]).items():
-        index = list(candidates)
-        picked_SV = logits_SV if len(index) == len(rules) else logits_SV[index]
-        picked_rules = [rules[i] for i in index]
-        tokens_S[index] = _draw_kind(rows, picked_SV, picked_rules, uniforms_S[index])
+    for kind, rows in _kinds(rules, logits_SV.shape[1]).items():
+        picked_SV = logits_SV if len(rows) == len(rules) else logits_SV[rows]
+        tokens_S[rows] = _draw_kind(kind, picked_SV, [rules[row] for row in rows], uniforms_S[rows])
     return tokens_S, logprobs_SV.gather(1, tokens_S.unsqueeze(1)).squeeze(1)
 
 
@@ -109,7 +107,7 @@ def _from_all(probs_SV: torch.Tensor, numbers_S1: torch.Tensor) -> torch.Tensor:
     block_S1, left_S1 = _search(cumulative_SW, numbers_S1 * cumulative_SW[:, -1:])
     within_SN = blocks_SWN[torch.arange(rows, device=probs_SV.device), block_S1.squeeze(1)].double().cumsum(dim=1)
     token_S1, _ = _search(within_SN, left_S1)
-    return (block_S1 * _BLOCK + token_S1).squeeze(1)
+    return (block_S1 * _BLOCK + token_S1).squeeze(1).clamp_(max=vocabulary - 1)  # NaN would point beyond
 
 
 def _from_candidates(

@@ -1,0 +1,194 @@
+"""The sampler's forward pass: against the trainer's, and bit for bit independent of its batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinsmith.engine.block_attention import BlockAttention, BlockCache, NewTokens
+from tinsmith.engine.inference import InferenceDecoder
+from tinsmith.engine.lora import LoraAdapter
+from tinsmith.engine.models.attention import PackedAttention
+from tinsmith.engine.models.decoder import Decoder
+from tinsmith.engine.models.load import load_model
+from tinsmith.engine.models.tiny import make_tiny
+from tinsmith.engine.packed_linear import can_pack, inference_linear
+from tinsmith.engine.row_adapters import NO_ADAPTERS, FrozenAdapter, RowAdapters
+
+BLOCK = 16
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def load(tmp_path: Path, family: str = "llama", **sizes: object) -> Decoder:
+    return load_model(make_tiny(tmp_path / family, family, **sizes), cache_dir=tmp_path).decoder
+
+
+def trained(decoder: Decoder, rank: int, seed: int, **switches: bool) -> LoraAdapter:
+    """An adapter whose B is not zero."""
+    adapter = LoraAdapter(decoder.config, rank, seed, **switches)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in adapter.parameters().values():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return adapter
+
+
+class Cached:
+    """One sequence fed in pieces, its blocks in a given order."""
+
+    def __init__(self, decoder: InferenceDecoder, cache: BlockCache, blocks: list[int]) -> None:
+        self.decoder, self.cache, self.blocks, self.length = decoder, cache, blocks, 0
+
+    def new(self, row: int, count: int) -> NewTokens:
+        new = NewTokens(row, self.length, count, self.blocks)
+        self.length += count
+        return new
+
+    def feed(self, tokens: list[int], adapters: RowAdapters = NO_ADAPTERS) -> torch.Tensor:
+        return run(self.decoder, self.cache, [(self, tokens)], adapters)
+
+
+def run(
+    decoder: InferenceDecoder,
+    cache: BlockCache,
+    parts: list[tuple[Cached, list[int]]],
+    adapters: RowAdapters = NO_ADAPTERS,
+) -> torch.Tensor:
+    """logits_TV of new tokens of several sequences."""
+    batch, rows, positions = [], [], []
+    for sequence, tokens in parts:
+        positions += range(sequence.length, sequence.length + len(tokens))
+        batch.append(sequence.new(len(rows), len(tokens)))
+        rows += tokens
+    with torch.inference_mode():
+        hidden = decoder.hidden(torch.tensor(rows), torch.tensor(positions), BlockAttention(cache, batch), adapters)
+        return decoder.unembed(hidden, adapters)
+
+
+def make_cache(decoder: Decoder, count: int = 64) -> BlockCache:
+    return BlockCache(decoder.config, count, BLOCK, decoder.device, decoder.dtype)
+
+
+def full_logits(decoder: Decoder, tokens: list[int], adapter: LoraAdapter | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        attend = PackedAttention(decoder.config, [len(tokens)])
+        hidden = decoder.hidden(torch.tensor(tokens), torch.arange(len(tokens)), attend, adapter)
+        return decoder.unembed(hidden, adapter)
+
+
+TOKENS = [(7 * i * i + 3) % 250 for i in range(150)]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("llama", {}),
+        ("smollm", {"num_attention_heads": 6, "num_key_value_heads": 2}),
+        ("qwen2", {}),
+        ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+        ("mistral", {"sliding_window": 20}),
+        ("smollm3", {"num_hidden_layers": 4}),
+    ],
+)
+def test_chunks_and_single_tokens_give_the_trainers_logits(tmp_path: Path, family: str, sizes: dict[str, int]) -> None:
+    decoder = load(tmp_path, family, **sizes)
+    sequence = Cached(InferenceDecoder(decoder), make_cache(decoder), [(29 * i) % 64 for i in range(64)])
+    cuts = [0, 70, 71, 72, 100, 147, 148, 149, 150]
+    logits = torch.cat([sequence.feed(TOKENS[a:b]) for a, b in itertools.pairwise(cuts)])
+    assert (logits - full_logits(decoder, TOKENS)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("switches", [{}, {"train_mlp": False}, {"train_attn": False, "train_unembed": False}])
+def test_rows_of_several_adapters_are_each_their_own(tmp_path: Path, switches: dict[str, bool]) -> None:
+    decoder = load(tmp_path)
+    inference, cache = InferenceDecoder(decoder), make_cache(decoder)
+    adapters = [trained(decoder, rank, rank, **switches) for rank in (1, 8)]
+    frozen = [FrozenAdapter(adapter, decoder.device, decoder.dtype) for adapter in adapters]
+    sequences = [Cached(inference, cache, list(range(10 * i, 10 * i + 10))) for i in range(3)]
+    parts = [(sequences[0], TOKENS[:9]), (sequences[1], TOKENS[:5]), (sequences[2], TOKENS[5:12])]
+    logits = run(inference, cache, parts, RowAdapters([(0, 9, frozen[0]), (14, 21, frozen[1])]))
+    assert (logits[:9] - full_logits(decoder, TOKENS[:9], adapters[0])).abs().max() < 1e-4
+    assert (logits[9:14] - full_logits(decoder, TOKENS[:5])).abs().max() < 1e-4
+    assert (logits[14:] - full_logits(decoder, TOKENS[5:12], adapters[1])).abs().max() < 1e-4
+
+
+def test_a_frozen_adapter_does_not_follow_training(tmp_path: Path) -> None:
+    decoder = load(tmp_path)
+    adapter = trained(decoder, 4, 1)
+    frozen = FrozenAdapter(adapter, decoder.device, decoder.dtype)
+    x, before, after = torch.randn(3, 32), torch.zeros(3, 64), torch.zeros(3, 64)
+    frozen.add_to(0, "qkv", x, before)
+    for parameter in adapter.parameters().values():
+        parameter.add_(1.0)
+    frozen.add_to(0, "qkv", x, after)
+    assert before.any()
+    assert torch.equal(before, after)
+
+
+exact = pytest.mark.skipif(
+    not can_pack(torch.device("cpu"), torch.float32), reason="only oneDNN's products are exact over batches"
+)
+
+
+@exact
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(960, 576), (576, 1536), (96, 576), (3, 32), (64, 3), (1, 33), (259, 32)])
+def test_a_row_of_a_product_does_not_depend_on_the_others(threads: int, shape: tuple[int, int]) -> None:
+    torch.set_num_threads(threads)
+    try:
+        product, x = inference_linear(torch.randn(shape)), torch.randn(200, shape[1])
+        all_rows = product(x)
+        for count in (1, 2, 3, 5, 8, 13, 32, 64, 127):
+            assert torch.equal(product(x[200 - count :]), all_rows[200 - count :])
+    finally:
+        torch.set_num_threads(1)
+
+
+@exact
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (8, 1), (3, 3)])
+def test_logits_do_not_depend_on_batch_chunks_or_blocks(tmp_path: Path, threads: int, heads: tuple[int, int]) -> None:
+    decoder = load(tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    inference = InferenceDecoder(decoder)
+    adapter = FrozenAdapter(trained(decoder, 5, 2), decoder.device, decoder.dtype)
+    torch.set_num_threads(threads)
+    try:
+        alone = Cached(inference, make_cache(decoder), list(range(40)))
+        plain = alone.feed(TOKENS, RowAdapters([(0, 150, adapter)]))
+
+        cache = make_cache(decoder, 200)
+        sequence = Cached(inference, cache, [(77 * i + 5) % 200 for i in range(40)])
+        others = [Cached(inference, cache, [(77 * i + 5) % 200 for i in range(40 * j, 40 * j + 40)]) for j in (1, 2, 3)]
+        pieces, done = [], 0
+        for count in (1, 40, 2, 3, 1, 1, 1, 64, 1, 36):
+            companions = [(other, TOKENS[: 1 + (done + i) % 3]) for i, other in enumerate(others)]
+            companions = [pair for pair in companions if pair[0].length + len(pair[1]) <= 100]
+            own = RowAdapters([(0, count, adapter)])
+            logits = run(inference, cache, [(sequence, TOKENS[done : done + count]), *companions], own)
+            pieces.append(logits[:count])
+            done += count
+        assert done == 150
+        assert torch.equal(torch.cat(pieces), plain)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_what_is_not_finite_does_not_outlive_its_block(tmp_path: Path) -> None:
+    decoder = load(tmp_path)
+    cache = make_cache(decoder)
+    cache.keys_LNKCB[:] = float("nan")
+    cache.values_LNKBC[:] = float("nan")
+    for block in range(40):
+        cache.clear(block)
+    logits = Cached(InferenceDecoder(decoder), cache, list(range(40))).feed(TOKENS[:9])
+    assert (logits - full_logits(decoder, TOKENS[:9])).abs().max() < 1e-4
