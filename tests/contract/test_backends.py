@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,28 +31,23 @@ Scenario: TypeAlias = Callable[[Harness], Awaitable[None]]
 Run: TypeAlias = Callable[[Scenario], None]
 
 
-@pytest.fixture(params=HARNESSES)
-def run(request: pytest.FixtureRequest, tmp_path: Path) -> Run:
-    """Runs a scenario against an open backend, and closes it."""
+@pytest.fixture(scope="module", params=HARNESSES)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """Runs scenarios against one backend, which is opened anew when a scenario has closed it."""
+    directory = tmp_path_factory.mktemp("backend")
+    harnesses: list[Harness] = []
 
-    def run(scenario: Scenario) -> None:
-        asyncio.run(_run(HARNESSES[request.param](tmp_path), scenario))
+    async def scene(scenario: Scenario) -> None:
+        async with asyncio.timeout(120):
+            if not harnesses or harnesses[-1].backend.status.reason == "closed":
+                harnesses.append(HARNESSES[request.param](directory))
+                await harnesses[-1].backend.open()
+            await scenario(harnesses[-1])
 
-    return run
-
-
-async def _run(harness: Harness, scenario: Scenario) -> None:
-    async with asyncio.timeout(120), opened(harness):
-        await scenario(harness)
-
-
-@asynccontextmanager
-async def opened(harness: Harness) -> AsyncIterator[None]:
-    await harness.backend.open()
-    try:
-        yield
-    finally:
-        await harness.backend.close(grace_s=0)
+    with asyncio.Runner() as runner:
+        yield lambda scenario: runner.run(scene(scenario))
+        for harness in harnesses:
+            runner.run(harness.backend.close(grace_s=0))
 
 
 async def results(harness: Harness, jobs: Sequence[AnyJob]) -> list[Done]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from tinsmith.engine.base import Backend, ModelCard
 from tinsmith.engine.child import EngineSpec
 from tinsmith.engine.process import ProcessBackend
 from tinsmith.engine.supervisor import SupervisorOptions
+from tinsmith.engine.torch_start import TorchOptions, torch_spec
 from tinsmith.testing.backend import MemoryBackend
 
 ONE = ModelCard(name="test/one", vocab_size=512, max_context_length=4096)
@@ -96,4 +98,34 @@ def process_harness(directory: Path) -> ProcessHarness:
     return ProcessHarness(arithmetic_spec(ONE), arithmetic_spec(TWO))
 
 
-HARNESSES: dict[str, Callable[[Path], Harness]] = {"memory": MemoryHarness, "process": process_harness}
+def torch_card(name: str, source: Path) -> ModelCard:
+    config = json.loads((source / "config.json").read_text())
+    return ModelCard(
+        name=name, vocab_size=config["vocab_size"], max_context_length=config["max_position_embeddings"], arch="llama"
+    )
+
+
+def torch_tiny_spec(name: str, directory: Path, seed: int, **options: Any) -> EngineSpec:
+    """An engine process that trains and samples a tiny model with torch."""
+    from tinsmith.engine.models.tiny import make_tiny
+
+    source = directory / "models" / name
+    if not source.exists():
+        make_tiny(source, seed=seed)
+    values = {"dtype": "float32", "threads": 1, "cache_bytes": 1 << 22, **options}
+    return torch_spec(
+        TorchOptions(card=torch_card(name, source), source=str(source), cache_dir=str(directory / "cache"), **values)
+    )
+
+
+def torch_harness(directory: Path) -> ProcessHarness:
+    return ProcessHarness(
+        *(torch_tiny_spec(name, directory, seed) for seed, name in enumerate(("tiny/one", "tiny/two")))
+    )
+
+
+HARNESSES: dict[str, Callable[[Path], Harness]] = {
+    "memory": MemoryHarness,
+    "process": process_harness,
+    "torch": torch_harness,
+}

@@ -28,12 +28,15 @@ def datum(tokens: list[int], weight: float = 1.0) -> Datum:
     return Datum(ModelInput.from_ints(tokens), {"target_tokens": targets, "weights": [weight] * len(tokens)})
 
 
+_MAKERS = itertools.count()
+
+
 class Jobs:
-    """Makes the jobs of one model (and samples beside it)."""
+    """Makes the jobs of one model (and samples beside it), which is another one for each maker."""
 
     def __init__(self, base_model: str, name: str = "model-1", prefix: str = "", tenant: str = "tenant-1") -> None:
         self.base_model = base_model
-        self.model_id = f"{base_model}:{name}"
+        self.model_id = f"{base_model}:{name}:{next(_MAKERS)}"
         self._prefix = f"{prefix}{self.model_id}"
         self._tenant = tenant
         self.last_id = ""

@@ -110,6 +110,11 @@ class Adapters:
         finally:
             slot.users -= 1
 
+    def close(self) -> None:
+        """Forget all models."""
+        for model_id in list(self._slots):
+            self.remove(model_id)
+
     @property
     def in_memory(self) -> list[str]:
         return [model_id for model_id, slot in self._slots.items() if slot.model is not None]

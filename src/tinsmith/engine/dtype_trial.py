@@ -43,9 +43,8 @@ def _products(x_TD: torch.Tensor, weight_ED: torch.Tensor, slope_TE: torch.Tenso
     """A linear's output and the gradient of its input."""
     leaf_TD = x_TD.detach().requires_grad_()
     y_TE = linear(leaf_TD, weight_ED)
-    y_TE.backward(slope_TE)
-    assert leaf_TD.grad is not None
-    return [y_TE.detach(), leaf_TD.grad]
+    (slope_TD,) = torch.autograd.grad(y_TE, leaf_TD, slope_TE)
+    return [y_TE.detach(), slope_TD]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,212 @@
+"""The torch executor, called directly: jobs in, results out. What all backends promise is in tests/contract."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from support.backends import torch_tiny_spec
+from support.jobs import Jobs, datum
+
+from tinsmith.engine.base import AnyJob, Done, JobFailedError, Sample
+from tinsmith.engine.executor import StartError
+from tinsmith.engine.frames import Failed, Finished, Tokens
+from tinsmith.engine.torch_executor import TorchExecutor
+from tinsmith.engine.torch_start import make, read_options
+from tinsmith.wire import json_codec
+from tinsmith.wire.proto_outputs import decode_output
+from tinsmith.wire.proto_sampling import decode_response
+from tinsmith.wire.training import CreateCustomLossRequest, CustomLossGraph, CustomLossInput, CustomLossNode
+
+NAME = "tiny/model"
+PROBE = [5, 9, 2, 33, 7]
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_it_was() -> Iterator[None]:
+    """The executor sets up its process; this one has others in it."""
+    threads, is_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(is_deterministic)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+def executor(home: Path, **options: Any) -> TorchExecutor:
+    spec = torch_tiny_spec(NAME, home, seed=3, **options)
+    return TorchExecutor(read_options(spec.options), "float32")
+
+
+def train(engine: TorchExecutor, job: AnyJob) -> Done:
+    assert not isinstance(job, Sample)
+    return finish(engine.train(job))
+
+
+def finish(steps: Generator[None, None, Done]) -> Done:
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            done: Done = end.value
+            return done
+
+
+def bodies(engine: TorchExecutor, jobs: list[AnyJob]) -> list[bytes]:
+    return [train(engine, job).body for job in jobs]
+
+
+def sampled(engine: TorchExecutor, job: Sample, stream: bool = False) -> list[Any]:
+    engine.add_sample(job, stream)
+    events: list[Any] = []
+    while not any(isinstance(event, (Finished, Failed)) for event in events):
+        events += engine.step(frozenset({job.tenant})).events
+    return events
+
+
+def test_models_that_go_to_disk_and_back_are_the_same_to_the_last_bit(
+    home: Path, request: pytest.FixtureRequest
+) -> None:
+    alone = [bodies(executor(home), [jobs.create(seed=n), *jobs.steps(3, seed=n)]) for n, jobs in _makers()]
+    engine = executor(home, adapter_bytes=1)
+    request.addfinalizer(engine.close)
+    lists = [[jobs.create(seed=n), *jobs.steps(3, seed=n)] for n, jobs in _makers()]
+    mixed: list[list[bytes]] = [[], [], []]
+    for row in zip(*lists, strict=True):
+        for n, job in enumerate(row):
+            mixed[n].append(train(engine, job).body)
+            assert len(engine._adapters.in_memory) == 1
+    assert mixed == alone
+
+
+def _makers() -> list[tuple[int, Jobs]]:
+    return [(n, Jobs(NAME, f"model-{n}")) for n in range(3)]
+
+
+def test_a_pass_under_way_keeps_its_model_in_memory(home: Path, request: pytest.FixtureRequest) -> None:
+    engine = executor(home, adapter_bytes=1, micro_batch_tokens=4)
+    request.addfinalizer(engine.close)
+    first, second = Jobs(NAME, "first"), Jobs(NAME, "second")
+    expected = bodies(executor(home, micro_batch_tokens=4), _two_passes(Jobs(NAME)))
+    create, *passes = _two_passes(first)
+    train(engine, create)
+    train(engine, second.create())
+    assert not isinstance(passes[0], Sample)
+    steps = engine.train(passes[0])
+    next(steps)
+    train(engine, second.forward_backward(datum(PROBE)))
+    assert [b"{}", finish(steps).body, *bodies(engine, passes[1:])] == expected
+
+
+def _two_passes(jobs: Jobs) -> list[AnyJob]:
+    return [jobs.create(), jobs.forward_backward(datum(PROBE), datum(PROBE[:3])), *jobs.steps(1)]
+
+
+def test_micro_batches_are_steps(home: Path) -> None:
+    engine = executor(home, micro_batch_tokens=4)
+    jobs = Jobs(NAME)
+    train(engine, jobs.create())
+    steps = list(engine.train(jobs.forward_backward(*[datum([1, 2, 3])] * 5)))
+    assert len(steps) == 4
+
+
+def test_an_uploaded_loss_is_computed_and_a_wrong_one_refused(home: Path) -> None:
+    engine = executor(home)
+    jobs = Jobs(NAME)
+    plain = decode_output(bodies(engine, [jobs.create(), jobs.forward(datum(PROBE))])[1])
+    nodes = [
+        CustomLossNode(op="placeholder", name="logprobs", target="logprobs"),
+        CustomLossNode(op="call_method", name="total", target="sum", args=[{"ref": "logprobs"}]),
+        CustomLossNode(op="call_function", name="loss", target="operator.neg", args=[{"ref": "total"}]),
+        CustomLossNode(op="output", name="output", target="output", args=[{"tuple": [{"ref": "loss"}, {"dict": {}}]}]),
+    ]
+    upload = CreateCustomLossRequest(
+        session_id="s",
+        custom_loss_seq_id=0,
+        name="negative sum",
+        inputs=[CustomLossInput(name="logprobs", rank=1)],
+        graph=CustomLossGraph(nodes=nodes),
+    )
+    job = jobs.forward_backward(datum(PROBE), loss_fn="custom", loss_fn_config={"loss_id": "l"})
+    job = msgspec.structs.replace(job, custom_loss=json_codec.encode(upload))
+    output = decode_output(train(engine, job).body)
+    assert output.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-5)
+    wrong = msgspec.structs.replace(nodes[1], target="backward")
+    bad = msgspec.structs.replace(upload, graph=CustomLossGraph(nodes=[nodes[0], wrong, *nodes[2:]]))
+    with pytest.raises(JobFailedError) as caught:
+        train(engine, msgspec.structs.replace(job, custom_loss=json_codec.encode(bad)))
+    assert caught.value.category == "user"
+
+
+def test_frozen_adapters_are_forgotten_and_read_again(home: Path, tmp_path: Path) -> None:
+    engine = executor(home, sampler_adapter_bytes=1)
+    jobs = Jobs(NAME)
+    train(engine, jobs.create())
+    drawn = {}
+    for n in range(2):
+        bodies(engine, [*jobs.steps(2, seed=n), jobs.save(tmp_path / str(n), optimizer=False)])
+    for n in (0, 1, 0, 1):
+        job = jobs.sample(PROBE, directory=tmp_path / str(n), key=str(n), max_tokens=8, stop=[], seed=4)
+        done = sampled(engine, job)[-1].done
+        assert drawn.setdefault(n, done.body) == done.body
+        assert list(engine._samples._sizes) == [str(n)]
+    assert drawn[0] != drawn[1]
+
+
+def test_streamed_samples_say_why_they_ended(home: Path) -> None:
+    events = sampled(executor(home), Jobs(NAME).sample(PROBE, max_tokens=3, stop=[], num_samples=2), stream=True)
+    assert [event.event.stop_reason for event in events[:-1] if isinstance(event, Tokens)] == [None] * 6 + [
+        "length"
+    ] * 2
+    done = events[-1].done
+    assert done.usage.sampled == 6
+    assert done.device_s > 0
+    assert [len(row.tokens) for row in decode_response(done.body).sequences] == [3, 3]
+
+
+def test_samples_of_tenants_that_sit_out_do_not_move(home: Path) -> None:
+    engine = executor(home)
+    mine, yours = Jobs(NAME, tenant="mine"), Jobs(NAME, tenant="yours")
+    engine.add_sample(mine.sample(PROBE, max_tokens=2, stop=[]), False)
+    engine.add_sample(yours.sample(PROBE, max_tokens=2, stop=[]), False)
+    finished = []
+    for _ in range(4):
+        step = engine.step(frozenset({"yours"}))
+        assert set(step.tokens) <= {"yours"}
+        finished += [event.job_id for event in step.events]
+    assert finished == [yours.last_id]
+    engine.cancel_sample(mine.last_id)
+    assert engine.step(frozenset({"mine", "yours"})).events == []
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"source": "/nowhere/at/all"}, "nowhere"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"unknown": 1}, "unknown"),
+    ],
+)
+def test_an_engine_that_cannot_start_says_why(home: Path, change: dict[str, Any], text: str) -> None:
+    options = torch_tiny_spec(NAME, home, seed=3).options
+    with pytest.raises(StartError, match=text):
+        make({**options, **change})
+
+
+def test_a_step_on_gradients_that_are_not_finite_changes_nothing(home: Path) -> None:
+    engine = executor(home)
+    jobs = Jobs(NAME)
+    before = bodies(engine, [jobs.create(), *jobs.steps(1), jobs.forward(datum(PROBE))])[-1]
+    with engine._adapters.use(jobs.model_id) as model:
+        next(iter(model.adapter.gradients().values())).fill_(float("nan"))
+    with pytest.raises(JobFailedError, match="NaN or infinite") as caught:
+        train(engine, jobs.optim_step())
+    assert caught.value.category == "user"
+    assert train(engine, jobs.forward(datum(PROBE))).body == before
