@@ -22,6 +22,7 @@ Options:
   -h, --help  Show this message and exit.
 
 Commands:
+  demo     Fine-tune a small model here and compare it with what it was.
   key      Keys of a server: create, list, revoke.
   serve    Run a Tinker server for official and own clients.
   version  Print the version of tinsmith and of the protocol it speaks.

@@ -22,7 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "compat": set(),
     "transport": BOTTOM | {"wire", "transport"},
     "client": BOTTOM | {"wire", "transport", "client"},
-    "cli": BOTTOM | {"wire", "transport", "client", "cli"},
+    "cli": BOTTOM | {"wire", "transport", "client", "cli", "types", "__init__"},
     "store": BOTTOM | {"wire", "store"},
     "server": BOTTOM | {"wire", "store", "server"},
     "engine": BOTTOM | {"wire", "store", "engine"},

@@ -75,8 +75,8 @@ PACKAGE = [
     "__title__",
     "__version__",
     "as_tinker",
-    "local",
     "auth",
+    "local",
     "types",
 ]
 

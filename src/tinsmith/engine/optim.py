@@ -110,7 +110,7 @@ def check_adam(settings: AdamParams) -> None:
 
 
 def check_optimizer(config: AdamOptimizerConfig | DimuonOptimizerConfig | AdamParams | DimuonParams) -> None:
-    """Refuse Dimuon, whose definition is not public (docs/decisions/0020-losses.md)."""
+    """Refuse Dimuon, whose definition is not public (docs/decisions/0014-losses.md)."""
     if isinstance(config, (DimuonOptimizerConfig, DimuonParams)):
         raise InvalidInputError(
             "optimizer: dimuon is not computed by this server, its definition is not public; use adamw",

@@ -1,7 +1,7 @@
 """The losses by name: what each reads from a datum, its options, and the check of a whole request against that.
 
 Owns: the table `LOSSES`, shared by server and engine, and the errors, which name the datum, the key, the value and what
-is allowed. docs/decisions/0020-losses.md has the reasons for what the protocol leaves open.
+is allowed. docs/decisions/0014-losses.md has the reasons for what the protocol leaves open.
 Does not know: formulas (see `engine/losses`), models (their limits are arguments), or uploaded losses beyond the inputs
 that they declare.
 """
