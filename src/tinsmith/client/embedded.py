@@ -120,6 +120,7 @@ def start_server(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=errors,
+            bufsize=0,  # what has been read ahead would be invisible to select
             env=kept | dict(settings),
             start_new_session=True,
         )

@@ -1,0 +1,73 @@
+"""Learning end to end: a real engine behind a real server, driven by the official client and by ours."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinsmith.client.embedded import start_server
+from tinsmith.engine.models.tiny import make_tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+OFFICIAL = ROOT / ".official"
+NEWEST = "0.36.0"
+PROGRAM = Path(__file__).parent / "programs" / "learning.py"
+TIMEOUT_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A server with a tiny random model."""
+    place = tmp_path_factory.mktemp("tiny")
+    make_tiny(place / "model")
+    yield from _server(place, ["--model", f"tiny={place / 'model'}"])
+
+
+def _server(place: Path, models: list[str]) -> Iterator[dict[str, str]]:
+    address, process = start_server(["--data-dir", str(place / "data"), *models], {}, place / "log")
+    yield {"TINKER_BASE_URL": address.url, "TINKER_API_KEY": address.key}
+    process.terminate()
+    process.wait(60)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+def learn(package: str, model: str, server: dict[str, str], *options: str) -> dict[str, Any]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("TINKER", "PYTHON"))}
+    python = sys.executable
+    if package == "tinker":
+        python = str(OFFICIAL / "venv" / "bin" / "python")
+        kept["PYTHONPATH"] = str(OFFICIAL / NEWEST)
+    finished = subprocess.run(
+        [python, PROGRAM, package, model, *options],
+        env=kept | server,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    found: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("package", ["tinsmith", "tinker"])
+def test_a_tiny_model_learns(package: str, tiny_server: dict[str, str]) -> None:
+    found = learn(package, "tiny", tiny_server, "--quick")
+    assert found["memorise"]["losses"][1] < found["memorise"]["losses"][0] / 4
+    assert found["memorise"]["recalled"] == [True, True, True]
+    assert found["memorise"]["frozen"]
+    assert found["on_policy"]["largest_gap"] <= 1e-4
+    for loss in ("importance_sampling", "ppo"):
+        rewards = found[loss]["rewards"]
+        assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.2
+    assert found["dpo"]["losses"][0] == pytest.approx(math.log(2), abs=1e-5)
+    assert found["dpo"]["losses"][-1] < found["dpo"]["losses"][0]
+    assert found["resume"]["equal"]
