@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from tinsmith.engine.base import Backend, ModelCard
+from tinsmith.engine.cards import card_of
 from tinsmith.engine.child import EngineSpec
 from tinsmith.engine.process import ProcessBackend
 from tinsmith.engine.supervisor import SupervisorOptions
@@ -98,13 +98,6 @@ def process_harness(directory: Path) -> ProcessHarness:
     return ProcessHarness(arithmetic_spec(ONE), arithmetic_spec(TWO))
 
 
-def torch_card(name: str, source: Path) -> ModelCard:
-    config = json.loads((source / "config.json").read_text())
-    return ModelCard(
-        name=name, vocab_size=config["vocab_size"], max_context_length=config["max_position_embeddings"], arch="llama"
-    )
-
-
 def torch_tiny_spec(name: str, directory: Path, seed: int, **options: Any) -> EngineSpec:
     """An engine process that trains and samples a tiny model with torch."""
     from tinsmith.engine.models.tiny import make_tiny
@@ -114,7 +107,7 @@ def torch_tiny_spec(name: str, directory: Path, seed: int, **options: Any) -> En
         make_tiny(source, seed=seed)
     values = {"dtype": "float32", "threads": 1, "cache_bytes": 1 << 22, **options}
     return torch_spec(
-        TorchOptions(card=torch_card(name, source), source=str(source), cache_dir=str(directory / "cache"), **values)
+        TorchOptions(card=card_of(name, source), source=str(source), cache_dir=str(directory / "cache"), **values)
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -25,6 +26,8 @@ TILE_TOKENS = 64
 """Prefill handles this many new tokens of a sequence at a time: bounds the memory of the scores."""
 _ROW_MULTIPLE = 4
 """Products with fewer rows take other kernels, whose sums are ordered differently."""
+MAX_SPREAD = 1.25
+"""Blocks that lie this close (in blocks per block used) are read where they are, others are gathered first."""
 BLOCK_MULTIPLE = 16
 """Sums over less than a vector register are ordered differently too."""
 
@@ -91,7 +94,7 @@ class _Tiles:
     """Set when the blocks lie one after another in the cache: nothing needs to be gathered."""
     owners_P: torch.Tensor
     slots_P: torch.Tensor | None
-    """Where a pair belongs in S * W; None when all tiles have W blocks."""
+    """Where a pair belongs in S * W (S * W itself: nowhere); None when they are in that order."""
     width: int
     last_ST: torch.Tensor
     """Position of each token of each tile."""
@@ -131,7 +134,8 @@ class BlockAttention:
         rows = q_SKRC.shape[2]
         pairs = len(tiles.blocks_P)
         keys = self._blocks(self._cache.keys_LNKCB[layer], tiles)
-        q_PKRC = q_SKRC if pairs == tiles.count else q_SKRC.index_select(0, tiles.owners_P)
+        is_plain = tiles.width == 1 and tiles.slots_P is None
+        q_PKRC = q_SKRC if is_plain else q_SKRC.index_select(0, tiles.owners_P)
         scores = torch.bmm(q_PKRC.reshape(-1, rows, head_dim), keys.view(-1, head_dim, size))
         scores_SKRT = _joined(scores.view(pairs, kv_heads, rows, size), tiles)
         scores_SKRT = scores_SKRT.masked_fill_(self._mask(number, layer, rows), float("-inf"))
@@ -189,31 +193,50 @@ class BlockAttention:
     def _tiles_of(self, tiles: Sequence[NewTokens]) -> _Tiles:
         size, tokens, device = self._cache.block_size, tiles[0].count, self._device
         widths = [-(-(tile.start + tokens) // size) for tile in tiles]
-        pairs = [(tile.blocks[b], s, b) for s, tile in enumerate(tiles) for b in range(widths[s])]
-        blocks = [block for block, _, _ in pairs]
         width = max(widths)
-        is_range = blocks == list(range(blocks[0], blocks[0] + len(blocks)))
+        pairs = [_Pair(tile.blocks[b], s, s * width + b) for s, tile in enumerate(tiles) for b in range(widths[s])]
+        spanned = _spanned(pairs, unused=width * len(tiles))
+        pairs = spanned or pairs
+        slots = [pair.slot for pair in pairs]
         rows = [tile.row + t for tile in tiles for t in range(tokens)]
         is_slice = rows == list(range(rows[0], rows[0] + len(rows)))
-        slots = torch.tensor([s * width + b for _, s, b in pairs], device=device)
         return _Tiles(
             rows=slice(rows[0], rows[0] + len(rows)) if is_slice else torch.tensor(rows, device=device),
             count=len(tiles),
             tokens=tokens,
-            blocks_P=torch.tensor(blocks, device=device),
-            first_block=blocks[0] if is_range else None,
-            owners_P=torch.tensor([s for _, s, _ in pairs], device=device),
-            slots_P=None if len(pairs) == width * len(tiles) else slots,
+            blocks_P=torch.tensor([pair.block for pair in pairs], device=device),
+            first_block=pairs[0].block if spanned else None,
+            owners_P=torch.tensor([pair.owner for pair in pairs], device=device),
+            slots_P=None if slots == list(range(width * len(tiles))) else torch.tensor(slots, device=device),
             width=width,
             last_ST=torch.tensor([[tile.start + t for t in range(tokens)] for tile in tiles], device=device),
         )
 
 
+class _Pair(NamedTuple):
+    """A block that a tile looks at, and its place among all tiles' blocks."""
+
+    block: int
+    owner: int
+    slot: int
+
+
+def _spanned(pairs: list[_Pair], unused: int) -> list[_Pair]:
+    """The pairs in the order of the cache, holes filled by blocks for nobody: then nothing needs to be gathered.
+
+    Empty when blocks are shared or lie too far apart for that.
+    """
+    by_block = {pair.block: pair for pair in pairs}
+    first, last = min(by_block), max(by_block)
+    if len(by_block) < len(pairs) or last + 1 - first > MAX_SPREAD * len(pairs):
+        return []
+    return [by_block.get(block, _Pair(block, 0, unused)) for block in range(first, last + 1)]
+
+
 def _joined(scores_PKRB: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
     """Pairs side by side as scores_SKRT; what no pair fills is masked later."""
     if tiles.slots_P is not None:
-        full = scores_PKRB.new_zeros(tiles.count * tiles.width, *scores_PKRB.shape[1:])
-        scores_PKRB = full.index_copy_(0, tiles.slots_P, scores_PKRB)
+        scores_PKRB = _placed(scores_PKRB, tiles.slots_P, tiles.count * tiles.width)
     if tiles.width == 1:
         return scores_PKRB
     return scores_PKRB.view(tiles.count, tiles.width, *scores_PKRB.shape[1:]).permute(0, 2, 3, 1, 4).flatten(3)
@@ -221,15 +244,22 @@ def _joined(scores_PKRB: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
 
 def _parted(probs_SKRT: torch.Tensor, tiles: _Tiles, size: int) -> torch.Tensor:
     """The inverse of `_joined`."""
-    if tiles.width == 1:
-        return probs_SKRT
-    parts = probs_SKRT.view(*probs_SKRT.shape[:3], tiles.width, size).permute(0, 3, 1, 2, 4).flatten(0, 1)
-    return parts.contiguous() if tiles.slots_P is None else parts.index_select(0, tiles.slots_P)
+    parts = probs_SKRT
+    if tiles.width > 1:
+        parts = probs_SKRT.view(*probs_SKRT.shape[:3], tiles.width, size).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    if tiles.slots_P is None:
+        return parts.contiguous()
+    return parts.index_select(0, tiles.slots_P.clamp(max=len(parts) - 1))
 
 
 def _summed(out_PKRC: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
     """The parts of each tile added up, in the order of its blocks."""
     if tiles.slots_P is not None:
-        full = out_PKRC.new_zeros(tiles.count * tiles.width, *out_PKRC.shape[1:])
-        out_PKRC = full.index_copy_(0, tiles.slots_P, out_PKRC)
+        out_PKRC = _placed(out_PKRC, tiles.slots_P, tiles.count * tiles.width)
     return out_PKRC if tiles.width == 1 else out_PKRC.view(tiles.count, tiles.width, *out_PKRC.shape[1:]).sum(dim=1)
+
+
+def _placed(parts_PX: torch.Tensor, slots_P: torch.Tensor, count: int) -> torch.Tensor:
+    """Each part at its slot of `count`, zeros where there is none; slot `count` is dropped."""
+    full = parts_PX.new_zeros(count + 1, *parts_PX.shape[1:])
+    return full.index_copy_(0, slots_P, parts_PX)[:count]

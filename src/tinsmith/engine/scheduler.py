@@ -12,6 +12,7 @@ sampling take turns by time used. Jobs of one lane (a model) run in their order,
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -72,6 +73,7 @@ class Scheduler:
         self._tenants: dict[str, _Tenant] = {}
         self._ring: list[str] = []
         self._jobs: dict[str, Job] = {}
+        self._ranks: dict[str, tuple[int, int]] = {}
         self._started: set[str] = set()
         self._arrivals = 0
 
@@ -89,8 +91,8 @@ class Scheduler:
             tenant.used = {"train": 0.0, "sample": 0.0}
         self._jobs[job.id] = job
         self._arrivals += 1
-        tenant.jobs[job.kind].append((-job.priority, self._arrivals, job))
-        tenant.jobs[job.kind].sort(key=lambda entry: entry[:2])
+        self._ranks[job.id] = (-job.priority, self._arrivals)
+        bisect.insort(tenant.jobs[job.kind], (*self._ranks[job.id], job))  # ranks differ, so jobs are not compared
 
     def remove(self, job_id: str) -> None:
         """A job is done, failed or cancelled. Unknown ids are ignored: a cancel may come late."""
@@ -99,7 +101,8 @@ class Scheduler:
             return
         self._started.discard(job_id)
         tenant = self._tenants[job.tenant]
-        tenant.jobs[job.kind] = [entry for entry in tenant.jobs[job.kind] if entry[2].id != job_id]
+        entries = tenant.jobs[job.kind]
+        del entries[bisect.bisect_left(entries, self._ranks.pop(job_id))]
         if not tenant.is_active:
             self._ring.remove(job.tenant)
             tenant.credit = min(tenant.credit, 0.0)  # a debt stays, an idle tenant saves nothing

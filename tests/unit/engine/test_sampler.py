@@ -185,7 +185,7 @@ def test_stops(model) -> None:
 
 
 def test_the_end_of_sequence_stops_unless_nothing_may(model) -> None:
-    decoder, table = model
+    decoder, _ = model
     eos = decoder.config.eos_token_ids[0]
     for seed in range(200):  # a seed whose sample meets the end of sequence
         drawn, _ = plain_sample(decoder, prompt(4), 25, seed, 0, DrawRule(3.0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ from support.backends import torch_tiny_spec
 from support.jobs import Jobs, datum
 
 from tinsmith.engine.base import AnyJob, Done, JobFailedError, Sample
+from tinsmith.engine.cards import card_of
 from tinsmith.engine.executor import StartError
 from tinsmith.engine.frames import Failed, Finished, Tokens
 from tinsmith.engine.torch_executor import TorchExecutor
 from tinsmith.engine.torch_start import make, read_options
+from tinsmith.errors import InvalidInputError
 from tinsmith.wire import json_codec
 from tinsmith.wire.proto_outputs import decode_output
 from tinsmith.wire.proto_sampling import decode_response
@@ -210,3 +214,13 @@ def test_a_step_on_gradients_that_are_not_finite_changes_nothing(home: Path) -> 
         train(engine, jobs.optim_step())
     assert caught.value.category == "user"
     assert train(engine, jobs.forward(datum(PROBE))).body == before
+
+
+def test_a_card_needs_no_torch_and_agrees_with_the_engine(home: Path) -> None:
+    spec = torch_tiny_spec(NAME, home, seed=3)
+    described = executor(home).describe()
+    assert described == spec.card
+    program = "import sys, tinsmith.engine.cards, tinsmith.engine.torch_start; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    with pytest.raises(InvalidInputError, match=r"config\.json cannot be read"):
+        card_of(NAME, home / "nothing")
