@@ -1,6 +1,6 @@
 # The front door. `make` alone explains.
 .DEFAULT_GOAL := help
-.PHONY: help setup check test bench lines clean
+.PHONY: help setup check test bench lines clean demo
 PY := .venv/bin/python
 
 help: ## Say what each command does
@@ -22,6 +22,9 @@ test: setup ## Everything: what check does, the contract tests against the offic
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/mypy
 	@$(PY) -m pytest -q tests
+
+demo: setup ## From nothing to a tuned model on this machine, with a report in tinsmith-demo/
+	@.venv/bin/tinsmith demo
 
 bench: setup ## Benchmarks: wire and SDK beside the official SDK in the same run, and the store
 	@tools/official

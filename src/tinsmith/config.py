@@ -321,17 +321,21 @@ class EmbeddedConfig:
 
     data_dir: Path
     """Where it keeps everything (`TINSMITH_DATA_DIR`)."""
+    models_dir: Path
+    """Where models are kept, for all engines of this user (`TINSMITH_MODELS_DIR`)."""
     keep_s: float = 120.0
     """How long it stays when the last client is gone (`TINSMITH_KEEP`: seconds, or `forever`)."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:
         data_dir = Path(environ.get("TINSMITH_DATA_DIR") or default_data_dir(environ)).expanduser().absolute()
+        models_dir = Path(environ.get("TINSMITH_MODELS_DIR") or data_dir / "models").expanduser().absolute()
         keep = environ.get("TINSMITH_KEEP", "").strip()
         if not keep:
-            return cls(data_dir=data_dir)
+            return cls(data_dir=data_dir, models_dir=models_dir)
         try:
-            return cls(data_dir=data_dir, keep_s=float("inf") if keep == "forever" else float(keep))
+            keep_s = float("inf") if keep == "forever" else float(keep)
+            return cls(data_dir=data_dir, models_dir=models_dir, keep_s=keep_s)
         except ValueError:
             raise TinkerError(f"TINSMITH_KEEP must be a number of seconds or 'forever', got {keep!r}") from None
 

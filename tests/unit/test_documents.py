@@ -28,6 +28,8 @@ SOURCE = ROOT / "src" / "tinsmith"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 RECORDS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 NEEDS_SERVER = "<!-- needs: server -->"
+NEEDS_ENGINE = "<!-- needs: engine -->"
+"""Before a block that is run by tests/e2e/test_embedded.py."""
 REFRESH = "run: .venv/bin/python tests/unit/test_documents.py --write"
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -41,6 +43,7 @@ class Block(NamedTuple):
     line: int
     code: str
     output: str | None
+    needs_engine: bool
 
 
 def python_blocks(text: str) -> Iterator[Block]:
@@ -50,13 +53,20 @@ def python_blocks(text: str) -> Iterator[Block]:
         has_output = (
             following is not None and following[1] == "text" and not text[fence.end() : following.start()].strip()
         )
-        yield Block(text[: fence.start(2)].count("\n"), fence[2], following[2] if following and has_output else None)
+        yield Block(
+            text[: fence.start(2)].count("\n"),
+            fence[2],
+            following[2] if following and has_output else None,
+            text[: fence.start()].rstrip().endswith(NEEDS_ENGINE),
+        )
 
 
-def run_blocks(text: str, name: str) -> None:
+def run_blocks(text: str, name: str, *, with_engine: bool = False) -> None:
     """Run a document's Python blocks in one namespace; a traceback shows the document's own lines."""
     namespace: dict[str, Any] = {"__name__": "document"}
     for block in python_blocks(text):
+        if block.needs_engine != with_engine:
+            continue
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile("\n" * block.line + block.code, name, "exec"), namespace)

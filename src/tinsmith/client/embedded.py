@@ -70,7 +70,9 @@ def embedded_address(config: EmbeddedConfig) -> Address:
         if found is not None and _is_alive(found):
             return found
         arguments = ["--data-dir", str(config.data_dir)]
-        settings = {} if config.keep_s == float("inf") else {"TINSMITH_EXIT_WHEN_IDLE_S": str(config.keep_s)}
+        settings = {"TINSMITH_MODELS_DIR": str(config.models_dir)}
+        if config.keep_s != float("inf"):
+            settings["TINSMITH_EXIT_WHEN_IDLE_S"] = str(config.keep_s)
         address, process = start_server(arguments, settings, config.data_dir / "embedded.log")
         _let_go(process)
         _write(config.data_dir / "embedded.json", address)
@@ -95,8 +97,8 @@ def local(
         arguments = ["--data-dir", str(place)]
         for name, source in (models or {}).items():
             arguments += ["--model", f"{name}={source}"]
-        shared = EmbeddedConfig.from_env(os.environ).data_dir / "models"
-        address, process = start_server(arguments, {"TINSMITH_MODELS_DIR": str(shared)}, place / "server.log")
+        settings = {"TINSMITH_MODELS_DIR": str(EmbeddedConfig.from_env(os.environ).models_dir)}
+        address, process = start_server(arguments, settings, place / "server.log")
         stack.callback(_end, process)
         client = ServiceClient(base_url=address.url, api_key=address.key, **service)
         stack.enter_context(client)
