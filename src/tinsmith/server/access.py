@@ -63,6 +63,9 @@ class Access:
     async def live_model(self, caller: Caller, model_id: str) -> ModelRow:
         """A model that takes work."""
         row = await self.model(caller, model_id)
+        if row.state == "parked":
+            await self.live_session(caller, row.session_id)
+            row = await self.model(caller, model_id)
         if row.state != "live":
             raise GoneError(
                 f"training run {model_id} was unloaded; go on from a checkpoint with create_training_client_from_state"

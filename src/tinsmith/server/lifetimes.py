@@ -91,6 +91,7 @@ class Sweeper:
         services.metrics.pending.set(services.broker.count())
         services.metrics.sessions.set(len(services.access.sessions))
         services.metrics.models.set(len(services.runs.all()))
+        services.metrics.faults.set(sum(run.row.fault is not None for run in services.runs.all()))
         services.metrics.disk_free.set(services.files.free_bytes())
         services.metrics.ready.set(services.backend.status.state == "ready")
 
