@@ -167,6 +167,7 @@ async def running(services: Services) -> AsyncIterator[None]:
 async def _stop(services: Services) -> None:
     services.is_draining = True
     await services.backend.close(services.config.drain_s)
+    services.samples.stop()
     await services.runs.stop()
     await services.jobs.drain()
 

@@ -17,7 +17,7 @@ from tinsmith.engine.base import AnyJob
 from tinsmith.errors import InvalidInputError, WireError
 from tinsmith.server.calls import Answer, Call, reply
 from tinsmith.server.jobs import same_request
-from tinsmith.server.refusals import NotReadyError, UnknownResourceError
+from tinsmith.server.refusals import NotReadyError, OverLimitError, UnknownResourceError
 from tinsmith.server.runs import Run
 from tinsmith.server.services import Services
 from tinsmith.server.work import Draft, digest_of
@@ -107,6 +107,8 @@ async def submit_training(services: Services, call: Call, kind: str, prepare: Pr
     except BaseException as error:
         if prepared.undo is not None:
             prepared.undo()
+        if not isinstance(error, OverLimitError):
+            services.admission.give_back(call.caller, prepared.tokens)
         if number is None:  # nobody will come under the number that it was given
             services.jobs.refuse_later(draft, str(error))
             run.close_number(draft.seq)
