@@ -25,7 +25,7 @@ from tinsmith.server.files import Files
 from tinsmith.server.finishers import make_finishers
 from tinsmith.server.http import Endpoint
 from tinsmith.server.jobs import Jobs
-from tinsmith.server.keys import create_key, digest_of, installation_secret, local_key
+from tinsmith.server.keys import create_key, digest_of, installation_secret, is_usable, local_key
 from tinsmith.server.lifetimes import Sweeper
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.promises import Broker
@@ -183,12 +183,15 @@ async def drain(services: Services) -> None:
 async def prepare_keys(config: ServerConfig, store: Store, now: float) -> str | None:
     """Make sure that somebody can use the server; returns the key to show, if this start is to show one."""
     if config.api_key is not None:
-        if not await store.read(KeyRow, "key_by_digest", digest=digest_of(config.api_key)):
+        rows = await store.read(KeyRow, "key_by_digest", digest=digest_of(config.api_key))
+        if not rows:
             await create_key(store, name="given at start", now=now, scopes=("all", "admin"), key=config.api_key)
+        elif not is_usable(rows[0], now):
+            raise NotReadyError("the key given at start (--api-key) was revoked or expired; give another")
         return config.api_key
     if config.is_loopback:
         return await local_key(store, config.data_dir, now)
-    usable = [row for row in await store.read(KeyRow, "keys") if row.revoked_at is None and row.name != "local"]
+    usable = [row for row in await store.read(KeyRow, "keys") if is_usable(row, now) and row.name != "local"]
     if not usable:
         raise NotReadyError(
             f"--host {config.host} lets others connect, and there is no key yet; make one with "
