@@ -4,12 +4,12 @@ tests turn. `Client` speaks for one key holder."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import msgspec
 from starlette.applications import Starlette
@@ -37,6 +37,12 @@ async def settled(turns: int = 50) -> None:
     """Let everything run that can run at once."""
     for _ in range(turns):
         await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let others run until something has happened; `run` bounds the wait."""
+    while not condition():
+        await asyncio.sleep(0.001)
 
 
 class Clock:
@@ -117,7 +123,7 @@ class Server:
     backend: Recorder
     store: Store
     clock: Clock
-    keys: dict[str, str] = field(default_factory=dict)
+    sweeper: Sweeper
 
     async def client(self, user: str = "ann", org: str = "acme", **options: Any) -> Client:
         made = await create_key(self.store, name=user, now=self.clock(), org=org, user=user, **options)
@@ -127,7 +133,7 @@ class Server:
         return await self.store.read(row_type, query, **parameters)
 
     async def sweep(self) -> None:
-        await Sweeper(self.services).round()
+        await self.sweeper.round()
 
     async def request(
         self,
@@ -161,7 +167,7 @@ class Server:
             "http_version": "1.1",
             "method": method,
             "scheme": "http",
-            "path": _unquoted(url.path),
+            "path": unquote(url.path),
             "raw_path": url.path.encode(),
             "query_string": url.query.encode(),
             "root_path": "",
@@ -173,12 +179,6 @@ class Server:
         start = sent[0]
         found = {name.decode("latin-1"): value.decode("latin-1") for name, value in start["headers"]}
         return Answer(start["status"], found, b"".join(message.get("body", b"") for message in sent[1:]))
-
-
-def _unquoted(path: str) -> str:
-    from urllib.parse import unquote
-
-    return unquote(path)
 
 
 class Client:
@@ -308,7 +308,7 @@ async def serving(
     services = make_services(config, made, used, clock=used_clock)
     try:
         async with running(services):
-            yield Server(services, make_app(services), used, made, used_clock)
+            yield Server(services, make_app(services), used, made, used_clock, Sweeper(services))
     finally:
         if store is None:
             await made.close()

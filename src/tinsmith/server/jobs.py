@@ -48,7 +48,7 @@ class Jobs:
         *,
         clock: Callable[[], float] = time.time,
         new_id: Callable[[], str] = new_request_id,
-        on_end: Callable[[Work], None] | None = None,
+        on_end: Callable[[Work, str], None] | None = None,
     ) -> None:
         self._store = store
         self._broker = broker
@@ -208,7 +208,7 @@ class Jobs:
         if finished.after is not None:
             finished.after()
         if self._on_end is not None:
-            self._on_end(work)
+            self._on_end(work, state)
 
     async def _meaning(self, work: Work, result: Done | BaseException) -> tuple[Finished, str, list[Statement]]:
         if isinstance(result, Done):

@@ -327,6 +327,9 @@ DELETE FROM results WHERE request_id IN (SELECT request_id FROM jobs WHERE sessi
 -- name: prune_session_jobs
 DELETE FROM jobs WHERE session_id = :session_id;
 
+-- name: prune_session_losses
+DELETE FROM custom_losses WHERE session_id = :session_id;
+
 -- Results --------------------------------------------------------------------------------------------------------
 
 -- The first result stays: it may have been delivered.

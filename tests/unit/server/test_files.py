@@ -29,7 +29,7 @@ def test_names_that_are_fine(name: str, tmp_path: Path) -> None:
     "name", ["", ".", "..", ".hidden", "a/b", "../x", "a\\b", "a b", "ü", "a\0", "a\n", "A" * 256, "%2e%2e"]
 )
 def test_names_that_are_refused(name: str) -> None:
-    with pytest.raises(InvalidInputError, match="path: .*cannot name a checkpoint"):
+    with pytest.raises(InvalidInputError, match=r"path: .*cannot name a checkpoint"):
         check_name(name)
 
 

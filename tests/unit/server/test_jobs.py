@@ -30,7 +30,11 @@ class Bench:
         self.ended: list[Work] = []
         self.finish: Any = None
         self.jobs = Jobs(
-            store, self.broker, {"optim_step": self._finisher}, clock=Clock(100.0), on_end=self.ended.append
+            store,
+            self.broker,
+            {"optim_step": self._finisher},
+            clock=Clock(100.0),
+            on_end=lambda work, _: self.ended.append(work),
         )
 
     async def _finisher(self, work: Work, done: Done) -> Finished:

@@ -21,6 +21,7 @@ from support.in_process import (
     run,
     serving,
     settled,
+    until,
 )
 
 from tinsmith.engine.base import AnyJob, ForwardBackward, SaveState
@@ -311,9 +312,9 @@ def test_the_end_of_a_session_while_its_model_is_being_made(tmp_path: Path) -> N
             session = await ann.session()
             made = await ann.post("create_model", create_model(session))
             behind = await ann.post("optim_step", optim_step(made.json["model_id"], 1))
-            await settled()
+            found = server.services.runs.all()[0]
             ended = asyncio.create_task(ann.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}))
-            await settled()
+            await until(lambda: found.is_closed)
             gate.opened.set()
             assert (await ended).status == 200
             for promise in (made, behind):
@@ -336,10 +337,10 @@ def test_the_end_of_a_session_while_its_model_is_being_restored(tmp_path: Path) 
             under_way = await ann.post("forward_backward", forward_backward(model, 2))
             await settled()
             backend.lose()
-            await settled()
-            assert backend.submitted[-1].job_id.startswith("replay-")
+            await until(lambda: backend.submitted[-1].job_id.startswith("replay-"))
+            found = server.services.runs.all()[0]
             ended = asyncio.create_task(ann.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}))
-            await settled()
+            await until(lambda: found.is_closed)
             gate.opened.set()
             assert (await ended).status == 200
             assert (await ann.poll(under_way)).json["error"] == "cancelled"

@@ -292,7 +292,7 @@ def test_a_stream_of_tokens_ends_with_the_reasons(tmp_path: Path) -> None:
             assert again.body.startswith(b"event: done")
             refused = await ann.post("/tinsmith/v1/sample_stream", sample(sampler, 2, num_samples=10**6))
             assert (refused.status, refused.json["field"]) == (400, "num_samples")
-            [row] = [row for row in await server.rows(JobRow, "jobs_of_lane_after", lane=sampler, seq=0, limit=9)]
+            [row] = await server.rows(JobRow, "jobs_of_lane_after", lane=sampler, seq=0, limit=9)
             assert row.seq == 1
 
     run(scenario())
