@@ -119,7 +119,7 @@ def test_owners_and_administrators_find_and_strangers_cannot_tell_it_from_missin
     rules(scenario)
 
 
-@pytest.mark.parametrize("lookup", ["session", "model", "sampler"])
+@pytest.mark.parametrize("lookup", ["session", "model"])
 def test_members_of_the_organisation_may_read_where_a_call_asks_for_that(lookup: str) -> None:
     async def scenario(made: Rules) -> None:
         find = getattr(made.access, lookup)

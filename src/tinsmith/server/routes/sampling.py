@@ -100,7 +100,7 @@ async def join_sampling_session(services: Services, call: Call) -> Answer:
 
 
 async def get_sampler(services: Services, call: Call) -> Answer:
-    row = await services.access.sampler(call.caller, call.params["sampler_id"], to_read=True)
+    row = await services.access.sampler(call.caller, call.params["sampler_id"])
     if row.model_path is None:
         return reply(wire.GetSamplerResponse(sampler_id=row.sampler_id, base_model=row.base_model))
     return reply(

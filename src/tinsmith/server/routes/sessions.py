@@ -126,7 +126,7 @@ async def assign_session_project(services: Services, call: Call) -> Answer:
 
 
 async def export_session_trace(services: Services, call: Call) -> Answer:
-    row = await services.access.session(call.caller, call.params["session_id"], to_read=True)
+    row = await services.access.session(call.caller, call.params["session_id"])
     path = await write_trace(services, row)
     url, _ = services.signer.url(call.base_url, services.files.relative(path), services.config.download_ttl_s)
     return reply(wire.TraceExportResponse(status="ready", url=url))
