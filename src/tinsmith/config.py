@@ -185,6 +185,7 @@ def _from_file(environ: Mapping[str, str], known: set[str]) -> dict[str, Any]:
 
 
 MB = 1024 * 1024
+_AMOUNTS = ("requests_per_minute", "lora_alpha")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,17 +266,23 @@ class ServerConfig:
     """Threads that compute, 0: one per core. The same number gives the same bits."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise TinkerError(f"port must be between 0 and 65535, got {self.port}")
+        if not isinstance(self.port, int) or isinstance(self.port, bool) or not 0 <= self.port <= 65535:
+            raise TinkerError(f"port must be a whole number between 0 and 65535, got {self.port!r}")
+        for name in ("host", "backend"):
+            if not isinstance(getattr(self, name), str):
+                raise TinkerError(f"{name} must be a text, got {getattr(self, name)!r}")
+        if not isinstance(self.models, tuple) or not all(isinstance(model, str) for model in self.models):
+            raise TinkerError(f"models must be a list of NAME or NAME=SOURCE, got {self.models!r}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise TinkerError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
         if self.log_format not in ("text", "json"):
             raise TinkerError(f"log_format must be text or json, got {self.log_format!r}")
         for spec in dataclasses.fields(self):
             value = getattr(self, spec.name)
-            is_amount = spec.name.endswith(("_s", "_bytes")) or spec.name.startswith("max_")
+            is_amount = spec.name.endswith(("_s", "_bytes")) or spec.name.startswith("max_") or spec.name in _AMOUNTS
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if is_amount and value is not None and not (is_number and value > 0):
+            is_open = value is None and spec.default is None
+            if is_amount and not is_open and not (is_number and value > 0):
                 raise TinkerError(f"{spec.name} must be a number above 0, got {value!r}")
         if self.poll_s > 40:
             raise TinkerError(f"poll_s must be at most 40 (clients give up at 45 s), got {self.poll_s}")
@@ -308,10 +315,13 @@ class ServerConfig:
         values |= {name: value for name, value in overrides.items() if value is not None}
         if "data_dir" not in values:
             values["data_dir"] = default_data_dir(environ)
+        if not isinstance(values["data_dir"], (str, Path)):
+            raise TinkerError(f"data_dir must be a path, got {values['data_dir']!r}")
         values["data_dir"] = Path(values["data_dir"]).expanduser().absolute()
         if values.get("models_dir") is not None:
             values["models_dir"] = Path(values["models_dir"]).expanduser().absolute()
-        values["models"] = tuple(values.get("models", ()))
+        if isinstance(values.get("models"), list):
+            values["models"] = tuple(values["models"])
         return cls(**values)
 
 

@@ -63,6 +63,9 @@ class Access:
     async def live_model(self, caller: Caller, model_id: str) -> ModelRow:
         """A model that takes work."""
         row = await self.model(caller, model_id)
+        if row.state == "parked":
+            await self.live_session(caller, row.session_id)
+            row = await self.model(caller, model_id)
         if row.state != "live":
             raise GoneError(
                 f"training run {model_id} was unloaded; go on from a checkpoint with create_training_client_from_state"
@@ -71,11 +74,11 @@ class Access:
         self.models[model_id] = row
         return row
 
-    async def sampler(self, caller: Caller, sampler_id: str, *, to_read: bool = False) -> SamplerRow:
+    async def sampler(self, caller: Caller, sampler_id: str) -> SamplerRow:
         row = self.samplers.get(sampler_id)
         if row is None:
             row = await self._one(SamplerRow, "sampler", sampler_id=sampler_id)
-        if row is None or not _may(caller, row.org_id, row.user_id, to_read):
+        if row is None or not caller.owns(row.org_id, row.user_id):
             raise UnknownResourceError(f"sampling session {sampler_id!r} does not exist or is not yours")
         return row
 

@@ -90,6 +90,11 @@ class Admission:
             )
         self._tokens[caller.org_id, caller.user_id] = (day, used + tokens)
 
+    def give_back(self, caller: Caller, tokens: int) -> None:
+        """What was taken today for a request that was not accepted after all."""
+        day, used = self._tokens.get((caller.org_id, caller.user_id), (0, 0))
+        self._tokens[caller.org_id, caller.user_id] = (day, max(0, used - tokens))
+
     def remember_tokens(self, org_id: str, user_id: str, tokens: int) -> None:
         """What was used before this process began, today."""
         self._tokens[org_id, user_id] = (int(self._wall_clock() // DAY_S), tokens)

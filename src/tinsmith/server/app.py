@@ -9,8 +9,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.routing import Route as StarletteRoute
 
@@ -21,17 +25,17 @@ from tinsmith.server import extensions
 from tinsmith.server.access import Access
 from tinsmith.server.admission import DAY_S, Admission
 from tinsmith.server.auth import Authenticator
-from tinsmith.server.calls import Handlers
+from tinsmith.server.calls import JSON, Handlers
 from tinsmith.server.files import Files
 from tinsmith.server.finishers import make_finishers
-from tinsmith.server.http import Endpoint
+from tinsmith.server.http import Endpoint, fault, refusal
 from tinsmith.server.jobs import Jobs
-from tinsmith.server.keys import create_key, digest_of, installation_secret, local_key
+from tinsmith.server.keys import create_key, digest_of, installation_secret, is_usable, local_key
 from tinsmith.server.lifetimes import Sweeper
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.promises import Broker
 from tinsmith.server.recovery import recover
-from tinsmith.server.refusals import NotReadyError
+from tinsmith.server.refusals import NotReadyError, UnknownResourceError
 from tinsmith.server.routes import administration, futures, runs, sampling, service, sessions, training, weights
 from tinsmith.server.runs import Runs
 from tinsmith.server.samples import Samples
@@ -106,8 +110,11 @@ def make_services(
     finishers: dict[str, object] = {}
     saving: set[str] = set()
 
-    def on_end(work: Work) -> None:
+    metrics = Metrics()
+
+    def on_end(work: Work, state: str) -> None:
         saving.discard(work.context.get("path", ""))
+        metrics.jobs.labels(work.row.kind, state).inc()
 
     jobs = Jobs(store, broker, finishers, clock=clock, on_end=on_end)  # type: ignore[arg-type]
     services = Services(
@@ -125,7 +132,7 @@ def make_services(
         samples=Samples(backend, jobs, clock=clock),
         files=files,
         signer=Signer(secret, clock=clock),
-        metrics=Metrics(),
+        metrics=metrics,
         clock=clock,
         saving=saving,
     )
@@ -142,7 +149,26 @@ def make_app(services: Services) -> Starlette:
             yield
 
     routes: list[BaseRoute] = [_route(services, BY_NAME[name]) for name in HANDLERS]
-    return Starlette(routes=[*routes, *extensions.extension_routes(services)], lifespan=lifespan)
+    return Starlette(
+        routes=[*routes, *extensions.extension_routes(services)],
+        lifespan=lifespan,
+        exception_handlers={HTTPException: _not_here, Exception: _fault},
+    )
+
+
+async def _not_here(request: Request, error: Exception) -> Response:
+    """A path or a method that no route has."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path} is not part of this server; see /openapi.json"
+    body = msgspec.json.encode({"detail": text, "code": UnknownResourceError.code})
+    return Response(body, error.status_code, error.headers, media_type=JSON)
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    """What went wrong in an endpoint outside the protocol; Starlette logs nothing, so it is logged here."""
+    logger.error("%s failed", request.url.path, exc_info=error, extra={"event": "fault"})
+    answer = refusal(fault(error))
+    return Response(answer.body, answer.status, media_type=JSON)
 
 
 def _route(services: Services, route: Route) -> StarletteRoute:
@@ -167,6 +193,8 @@ async def running(services: Services) -> AsyncIterator[None]:
 async def _stop(services: Services) -> None:
     services.is_draining = True
     await services.backend.close(services.config.drain_s)
+    services.samples.stop()
+    await services.runs.stop()
     await services.jobs.drain()
 
 
@@ -181,12 +209,15 @@ async def drain(services: Services) -> None:
 async def prepare_keys(config: ServerConfig, store: Store, now: float) -> str | None:
     """Make sure that somebody can use the server; returns the key to show, if this start is to show one."""
     if config.api_key is not None:
-        if not await store.read(KeyRow, "key_by_digest", digest=digest_of(config.api_key)):
+        rows = await store.read(KeyRow, "key_by_digest", digest=digest_of(config.api_key))
+        if not rows:
             await create_key(store, name="given at start", now=now, scopes=("all", "admin"), key=config.api_key)
+        elif not is_usable(rows[0], now):
+            raise NotReadyError("the key given at start (--api-key) was revoked or expired; give another")
         return config.api_key
     if config.is_loopback:
         return await local_key(store, config.data_dir, now)
-    usable = [row for row in await store.read(KeyRow, "keys") if row.revoked_at is None and row.name != "local"]
+    usable = [row for row in await store.read(KeyRow, "keys") if is_usable(row, now) and row.name != "local"]
     if not usable:
         raise NotReadyError(
             f"--host {config.host} lets others connect, and there is no key yet; make one with "

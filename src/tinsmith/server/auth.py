@@ -74,11 +74,12 @@ class Authenticator:
                 issuer=ISSUER,
                 options={"require": ["exp", "kid"], "verify_exp": False, "verify_iat": False},
             )
-        except jwt.InvalidTokenError as error:
+            expires_at, key_id = float(claims["exp"]), int(claims["kid"])
+        except (jwt.InvalidTokenError, ValueError, TypeError) as error:
             raise NotAuthenticatedError(f"the token is not valid here ({error}); get a new one by auth/token") from None
-        if float(claims["exp"]) <= self._clock():
+        if expires_at <= self._clock():
             raise NotAuthenticatedError("the token has expired; get a new one by auth/token")
-        return replace(await self._cached(f"id:{claims['kid']}", "key", key_id=claims["kid"]), is_token=True)
+        return replace(await self._cached(f"id:{key_id}", "key", key_id=key_id), is_token=True)
 
     async def _by_digest(self, digest: str) -> Caller:
         return await self._cached(digest, "key_by_digest", digest=digest)

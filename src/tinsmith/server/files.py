@@ -15,6 +15,8 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.refusals import NotReadyError
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
+SHOWN_CHARS = 200
+"""Of a checkpoint's name in its directory's: file systems allow 255, and engines put something around it."""
 _SAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -44,7 +46,7 @@ class Files:
 
     def checkpoint(self, model_id: str, kind: str, name: str, request_id: str) -> Path:
         """Where a save of this name goes; every save has its own directory, also under the same name."""
-        return self.root / "checkpoints" / _segment(model_id) / kind / f"{name}-{request_id[:12]}"
+        return self.root / "checkpoints" / _segment(model_id) / kind / f"{name[:SHOWN_CHARS]}-{request_id[:12]}"
 
     def sampler(self, sampler_id: str) -> Path:
         return self.root / "samplers" / _segment(sampler_id)
@@ -74,8 +76,8 @@ class Files:
 
     def resolve(self, name: str) -> Path:
         """A file by its relative name; never one outside the data directory."""
-        path = (self.root / name).resolve()
-        if not path.is_relative_to(self.root.resolve()) or not path.is_file():
+        path = (self.root / name.replace("\0", "/")).resolve()
+        if "\0" in name or not path.is_relative_to(self.root.resolve()) or not path.is_file():
             raise InvalidInputError(f"{name!r} is not a file here", field="name")
         return path
 

@@ -28,6 +28,8 @@ from tinsmith.wire.routes import Route
 
 logger = logging.getLogger(__name__)
 
+SLOWEST_BYTES_PER_S = 4096
+"""A body that comes more slowly than this, for longer than one pause may last, is not waited for."""
 NOBODY = Caller(org_id="", user_id="", key_id=0, scopes=frozenset())
 """Who calls a route that needs no key."""
 
@@ -52,7 +54,7 @@ class Endpoint:
                 logger.error("%s: %s", self._route.name, error, extra={"event": "refused", "route": self._route.name})
         except Exception as error:
             logger.exception("%s failed", self._route.name, extra={"event": "fault", "route": self._route.name})
-            answer = refusal(TinkerError(f"the server failed: {type(error).__name__}; its log has the cause"))
+            answer = refusal(fault(error))
         await send_answer(send, answer)
         self._services.metrics.request(self._route.name, answer.status, time.perf_counter() - began)
 
@@ -96,8 +98,9 @@ class Endpoint:
 async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int, timeout_s: float) -> bytes:
     """The whole body, if it is not too large and does not come too slowly."""
     announced = headers.get("content-length", "0")
-    if announced.isdigit() and int(announced) > max_bytes:
+    if announced.isascii() and announced.isdigit() and int(announced[:30]) > max_bytes:
         raise _too_large(max_bytes)
+    began = time.monotonic()
     message = await _receive(receive, timeout_s)
     if not message.get("more_body"):
         body: bytes = message.get("body", b"")
@@ -106,6 +109,8 @@ async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int
         return body
     parts, size = [message.get("body", b"")], len(message.get("body", b""))
     while message.get("more_body"):
+        if time.monotonic() - began > timeout_s + size / SLOWEST_BYTES_PER_S:
+            raise SlowBodyError(f"the body comes too slowly: {size} bytes in more than {timeout_s:g} s")
         message = await _receive(receive, timeout_s)
         parts.append(message.get("body", b""))
         size += len(parts[-1])
@@ -133,6 +138,11 @@ def unpacked(body: bytes, headers: Mapping[str, str], max_bytes: int) -> bytes:
     if encoding == "zstd":
         return zstd.decompress(body, max_bytes)
     raise UnsupportedBodyError(f"content-encoding {encoding!r} is not read here; send zstd or none")
+
+
+def fault(error: Exception) -> TinkerError:
+    """What a client is told of a mistake of ours."""
+    return TinkerError(f"the server failed: {type(error).__name__}; its log has the cause")
 
 
 def refusal(error: TinkerError) -> Answer:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class Jobs:
         *,
         clock: Callable[[], float] = time.time,
         new_id: Callable[[], str] = new_request_id,
-        on_end: Callable[[Work], None] | None = None,
+        on_end: Callable[[Work, str], None] | None = None,
     ) -> None:
         self._store = store
         self._broker = broker
@@ -57,7 +57,8 @@ class Jobs:
         self._new_id = new_id
         self._on_end = on_end
         self._accepting: dict[tuple[str, int], asyncio.Future[JobRow]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], str] = {}
+        """Results on their way to the store, each with its lane."""
         self.queued_by_org: dict[str, int] = {}
         """How many requests of each organisation have no result yet."""
         self._store_is_down = False
@@ -112,8 +113,15 @@ class Jobs:
 
     async def refuse(self, draft: Draft, reason: str) -> None:
         """Close a number: nothing will run under it, and those behind it need not wait."""
+        await self._store.write(self._refusal(draft, reason))
+
+    def refuse_later(self, draft: Draft, reason: str) -> None:
+        """The same as soon as the store can write."""
+        self._keep(draft.lane, self._write_for_sure(self._refusal(draft, reason)))
+
+    def _refusal(self, draft: Draft, reason: str) -> Statement:
         row = self._row(replace(draft, make_job=None, context={"reason": reason}), self._new_id(), state="refused")
-        await self._store.write(statement("insert_job_if_absent", row))
+        return statement("insert_job_if_absent", row)
 
     def reopen(self, work: Work) -> None:
         """A request from before a restart has a promise again."""
@@ -122,14 +130,22 @@ class Jobs:
 
     def finish(self, work: Work, result: Done | BaseException) -> None:
         """A job has ended: keep its result, then tell those who wait."""
-        task = asyncio.get_running_loop().create_task(self._finish(work, result))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._keep(work.row.lane, self._finish(work, result))
 
     async def drain(self) -> None:
         """Wait until all results that are on their way are kept."""
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def kept(self, lane: str) -> None:
+        """Wait until the journal holds every result of this lane that is on its way."""
+        while tasks := [task for task, of in self._tasks.items() if of == lane]:
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _keep(self, lane: str, writing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(writing)
+        self._tasks[task] = lane
+        task.add_done_callback(self._tasks.pop)
 
     async def _journal(self, draft: Draft, enqueue: Enqueue) -> JobRow:
         row = self._row(draft, self._new_id(), state="queued")
@@ -192,7 +208,7 @@ class Jobs:
         if finished.after is not None:
             finished.after()
         if self._on_end is not None:
-            self._on_end(work)
+            self._on_end(work, state)
 
     async def _meaning(self, work: Work, result: Done | BaseException) -> tuple[Finished, str, list[Statement]]:
         if isinstance(result, Done):
@@ -217,12 +233,12 @@ class Jobs:
                 await self._store.write(*statements)
             except StoreError as error:
                 if not self._store_is_down:
-                    logger.error("a result cannot be written, trying again until it can: %s", error)
+                    logger.error("the journal cannot be written, trying again until it can: %s", error)
                 self._store_is_down = True
                 await asyncio.sleep(STORE_RETRY_S[min(attempt, len(STORE_RETRY_S) - 1)])
             else:
                 if self._store_is_down:
-                    logger.info("results can be written again")
+                    logger.info("the journal can be written again")
                 self._store_is_down = False
                 return
 

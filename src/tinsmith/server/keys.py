@@ -11,7 +11,7 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tinsmith.errors import InvalidInputError
@@ -28,7 +28,7 @@ class NewKey:
     """A key just made; the only moment at which it can be shown."""
 
     row: KeyRow
-    key: str
+    key: str = field(repr=False)
 
 
 def new_key_text() -> str:
@@ -68,6 +68,7 @@ async def create_key(
     if not key.startswith(PREFIX) or len(key) < 12:
         raise InvalidInputError(f"a key begins with {PREFIX} and has at least 12 characters", field="key")
     user_id = user if org == "local" else f"{org}.{user}"
+    await _check_owner(store, org, user, user_id, project)
     row = KeyRow(
         key_id=secrets.randbelow(2**52) + 1,
         digest=digest_of(key),
@@ -95,6 +96,18 @@ async def create_key(
     return NewKey(row=row, key=key)
 
 
+async def _check_owner(store: Store, org: str, user: str, user_id: str, project: str | None) -> None:
+    """Names that two organisations would share are refused: what is listed by user or project must not mix."""
+    if not org or not user:
+        raise InvalidInputError("org and user: must not be empty", field="org" if user else "user")
+    users = await store.read(UserRow, "user", user_id=user_id)
+    if users and users[0].org_id != org:
+        raise InvalidInputError(f"user: {user_id!r} belongs to another organisation; choose another", field="user")
+    projects = await store.read(ProjectRow, "project", project_id=project) if project is not None else []
+    if projects and projects[0].org_id != org:
+        raise InvalidInputError(f"project: {project!r} belongs to another organisation", field="project")
+
+
 def caller_of(row: KeyRow, email: str | None) -> Caller:
     return Caller(
         org_id=row.org_id,
@@ -118,9 +131,12 @@ async def local_key(store: Store, data_dir: Path, now: float) -> str:
     try:
         key = path.read_text().strip()
     except FileNotFoundError:
-        key = new_key_text()
+        key = ""
+    rows = await store.read(KeyRow, "key_by_digest", digest=digest_of(key))
+    if not key or (rows and not is_usable(rows[0], now)):
+        key, rows = new_key_text(), []
         _write_private(path, key + "\n")
-    if not await store.read(KeyRow, "key_by_digest", digest=digest_of(key)):
+    if not rows:
         await create_key(store, name="local", now=now, scopes=("all", "admin"), note="made at first start", key=key)
     return key
 

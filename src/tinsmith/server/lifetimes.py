@@ -91,6 +91,7 @@ class Sweeper:
         services.metrics.pending.set(services.broker.count())
         services.metrics.sessions.set(len(services.access.sessions))
         services.metrics.models.set(len(services.runs.all()))
+        services.metrics.faults.set(sum(run.row.fault is not None for run in services.runs.all()))
         services.metrics.disk_free.set(services.files.free_bytes())
         services.metrics.ready.set(services.backend.status.state == "ready")
 
@@ -113,6 +114,8 @@ class Sweeper:
     async def _expire_sessions(self) -> None:
         services = self._services
         limit = services.clock() - services.config.session_timeout_s
+        for session_id, row in services.access.sessions.items():  # one that came back may never say so by a heartbeat
+            services.heartbeats.setdefault(session_id, row.heartbeat_at)
         for session_id, at in list(services.heartbeats.items()):
             if at < limit:
                 rows = await services.store.read(SessionRow, "session", session_id=session_id)
@@ -137,9 +140,11 @@ class Sweeper:
             places = [services.files.sampler(row.sampler_id) for row in samplers]
             places += [services.files.loads(row.model_id) for row in models]
             places += [Path(row.snapshot_directory) for row in models if row.snapshot_directory is not None]
+            services.files.trace(session.session_id).unlink(missing_ok=True)
             await services.store.write(
                 statement("prune_session_results", session_id=session.session_id),
                 statement("prune_session_jobs", session_id=session.session_id),
+                statement("prune_session_losses", session_id=session.session_id),
                 statement("set_session_pruned", session_id=session.session_id),
             )
             for place in places:

@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from tinsmith.engine.base import (
     AnyJob,
@@ -28,13 +29,16 @@ from tinsmith.engine.base import (
     LoadState,
     OptimStep,
     Position,
+    SaveState,
     Unload,
     decode_job,
 )
+from tinsmith.errors import StoreError
+from tinsmith.server.files import remove_tree
 from tinsmith.server.jobs import Jobs
 from tinsmith.server.lanes import Lane
 from tinsmith.server.work import Work, digest_of
-from tinsmith.store.base import Row, Store, statement
+from tinsmith.store.base import Row, RowT, Store, statement
 from tinsmith.store.rows import CountRow, JobRow, ModelRow
 
 logger = logging.getLogger(__name__)
@@ -43,6 +47,7 @@ REPLAY_PAGE = 64
 """Journal rows read at a time."""
 RETRY_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 """Pauses between tries to restore; the last one repeats."""
+OVER = "the session is over"
 
 
 class NumberRow(Row, frozen=True, kw_only=True):
@@ -92,6 +97,9 @@ class Run:
 
     def put(self, work: Work) -> None:
         """Queue a request under its number."""
+        if self.is_closed:
+            self._runs.jobs.finish(work, JobCancelledError(OVER))
+            return
         self.lane.put(work.row.seq, work)
         self.pump()
 
@@ -136,14 +144,19 @@ class Run:
     async def close(self) -> None:
         """Forget the model in the backend. What still waits is cancelled."""
         self.is_closed = True
-        if self._restoring is not None:
-            self._restoring.cancel()
-        for work in (*self.lane.waiting(), *self._under_way):
+        was_restoring = await self.stop()
+        for work in self._under_way:
             self._runs.backend.cancel(work.row.request_id)
+        over = [*self.lane.waiting(), *([self._create] if self._create is not None else [])]
         for work in self.lane.waiting():
             self.lane.remove(work.row.seq)
-            self._runs.jobs.finish(work, JobCancelledError("the session is over"))
-        if self._epoch == self._runs.backend.epoch_of(self.row.base_model):
+        if was_restoring:  # then the backend has nothing of what is under way
+            over += self._under_way
+            self._under_way.clear()
+        for work in over:
+            self._runs.jobs.finish(work, JobCancelledError(OVER))
+        self._create = None
+        if was_restoring or self._epoch == self._runs.backend.epoch_of(self.row.base_model):
             job = Unload(
                 job_id=f"unload-{self.row.model_id}",
                 tenant=self.row.org_id,
@@ -155,9 +168,14 @@ class Run:
             except (JobFailedError, JobCancelledError, BackendLostError) as error:
                 logger.debug("unloading %s: %s", self.row.model_id, error)
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._under_way and not self.lane and self._restoring is None and self._create is None
+    async def stop(self) -> bool:
+        """Give up restoring; returns whether that was under way."""
+        restoring, self._restoring = self._restoring, None
+        if restoring is None:
+            return False
+        restoring.cancel()
+        await asyncio.gather(restoring, return_exceptions=True)
+        return True
 
     def _submit(self, work: Work) -> None:
         work.started_at = work.started_at or self._runs.clock()
@@ -165,6 +183,8 @@ class Run:
         if self.failure is not None:
             self._end(work, self.failure)
             return
+        if isinstance(work.job, SaveState):  # what an earlier try wrote was never told to anyone
+            remove_tree(Path(work.job.directory))
         future = self._runs.backend.submit(work.job, work.on_tokens)
         future.add_done_callback(lambda done: self._done(work, done))
 
@@ -216,6 +236,7 @@ class Run:
         await self._replay()
 
     async def _replay(self) -> None:
+        await self._runs.jobs.kept(self.row.model_id)
         total = await self._runs.journal_length(self.row.model_id, self.origin.seq)
         if total:
             logger.info("restoring %s: %d operations to replay", self.row.model_id, total)
@@ -297,14 +318,31 @@ class Runs:
             await asyncio.sleep(RETRY_S[min(attempt, 1)])
             attempt += 1
 
+    async def stop(self) -> None:
+        """The server goes down: what is being restored waits in the journal for the next start."""
+        for run in self.all():
+            run.is_closed = True
+            await run.stop()
+
     async def journal(self, lane: str, after: int) -> list[ReplayRow]:
-        return await self.store.read(ReplayRow, "journal", lane=lane, after=after, limit=REPLAY_PAGE)
+        return await self._read(ReplayRow, "journal", lane=lane, after=after, limit=REPLAY_PAGE)
 
     async def journal_length(self, lane: str, after: int) -> int:
-        rows = await self.store.read(CountRow, "journal_length", lane=lane, after=after)
-        return rows[0].count
+        return (await self._read(CountRow, "journal_length", lane=lane, after=after))[0].count
+
+    async def _read(self, row_type: type[RowT], query: str, **parameters: str | int) -> list[RowT]:
+        """Read however long it takes: a restore that is half done has nobody to tell of it."""
+        attempt = 0
+        while True:
+            try:
+                return await self.store.read(row_type, query, **parameters)
+            except StoreError as error:
+                logger.error("the journal cannot be read, trying again until it can: %s", error)
+                await asyncio.sleep(RETRY_S[min(attempt, len(RETRY_S) - 1)])
+                attempt += 1
 
     async def _load(self, row: ModelRow) -> Run:
+        await self.jobs.kept(row.model_id)
         creation = await self.store.read(JobRow, "job_by_number", **creation_number(row.model_id))
         numbers = await self.store.read(NumberRow, "lane_numbers", lane=row.model_id)
         queued = await self.store.read(JobRow, "queued_of_lane", lane=row.model_id)

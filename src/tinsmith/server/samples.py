@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from tinsmith.engine.base import Backend, BackendLostError, Done, Position
+from tinsmith.engine.base import Backend, BackendLostError, Done, JobCancelledError, Position
 from tinsmith.server.jobs import Jobs
 from tinsmith.server.work import Work
 
@@ -24,6 +24,9 @@ class Samples:
         self._jobs = jobs
         self._clock = clock
         self._under_way: dict[str, Work] = {}
+        self._lost: dict[str, asyncio.TimerHandle] = {}
+        """Those that the backend lost, until they are submitted again."""
+        self._is_stopped = False
 
     def put(self, work: Work) -> None:
         """Hand a sample to the backend."""
@@ -32,8 +35,20 @@ class Samples:
 
     def cancel(self, request_id: str) -> bool:
         """Drop a sample; its slot is free at once."""
+        timer = self._lost.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+            self._jobs.finish(self._under_way.pop(request_id), JobCancelledError("cancelled"))
+            return True
         self._backend.cancel(request_id)
         return request_id in self._under_way
+
+    def stop(self) -> None:
+        """The server goes down: what the backend lost waits in the journal for the next start."""
+        self._is_stopped = True
+        for timer in self._lost.values():
+            timer.cancel()
+        self._lost.clear()
 
     def position(self, request_id: str) -> Position:
         return self._backend.position(request_id)
@@ -50,11 +65,13 @@ class Samples:
     def _done(self, work: Work, future: asyncio.Future[Done]) -> None:
         error = asyncio.CancelledError() if future.cancelled() else future.exception()
         if isinstance(error, (BackendLostError, asyncio.CancelledError)):
-            asyncio.get_running_loop().call_later(RETRY_S, self._again, work)
+            if not self._is_stopped:
+                loop = asyncio.get_running_loop()
+                self._lost[work.row.request_id] = loop.call_later(RETRY_S, self._again, work)
             return
         self._under_way.pop(work.row.request_id, None)
         self._jobs.finish(work, error if error is not None else future.result())
 
     def _again(self, work: Work) -> None:
-        if work.row.request_id in self._under_way:
-            self._submit(work)
+        del self._lost[work.row.request_id]
+        self._submit(work)

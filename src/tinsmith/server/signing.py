@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 import time
 from collections.abc import Callable
 from urllib.parse import quote, urlencode
@@ -11,6 +12,7 @@ from urllib.parse import quote, urlencode
 from tinsmith.server.refusals import NotAuthenticatedError
 
 DOWNLOAD_PREFIX = "/tinsmith/v1/download/"
+_NUMBER = re.compile(r"[0-9]{1,15}")
 
 
 class Signer:
@@ -28,11 +30,13 @@ class Signer:
 
     def check(self, name: str, expires: str, signature: str) -> None:
         """Refuse an address that is not ours or is over."""
-        is_ours = expires.isdigit() and hmac.compare_digest(self._sign(name, int(expires)), signature)
+        is_ours = _NUMBER.fullmatch(expires) is not None and hmac.compare_digest(
+            self._sign(name, int(expires)).encode(), signature.encode(errors="replace")
+        )
         if not is_ours:
             raise NotAuthenticatedError("the address is not signed by this server")
         if int(expires) <= self._clock():
             raise NotAuthenticatedError("the address has expired; ask for a new one")
 
     def _sign(self, name: str, expires: int) -> str:
-        return hmac.new(self._secret, f"{expires}:{name}".encode(), hashlib.sha256).hexdigest()
+        return hmac.new(self._secret, f"{expires}:{name}".encode(errors="replace"), hashlib.sha256).hexdigest()

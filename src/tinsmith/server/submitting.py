@@ -17,7 +17,7 @@ from tinsmith.engine.base import AnyJob
 from tinsmith.errors import InvalidInputError, WireError
 from tinsmith.server.calls import Answer, Call, reply
 from tinsmith.server.jobs import same_request
-from tinsmith.server.refusals import NotReadyError, UnknownResourceError
+from tinsmith.server.refusals import NotReadyError, OverLimitError, UnknownResourceError
 from tinsmith.server.runs import Run
 from tinsmith.server.services import Services
 from tinsmith.server.work import Draft, digest_of
@@ -69,19 +69,18 @@ async def submit_training(services: Services, call: Call, kind: str, prepare: Pr
     row = await services.access.live_model(call.caller, model_id)
     run = await services.runs.get(row)
     services.used[model_id] = services.clock()
-    seq = number if number is not None else run.lane.allot()
     digest = digest_of(kind.encode(), call.body)
-    if run.lane.knows(seq) or services.jobs.is_accepting(model_id, seq):
-        known = await services.jobs.known(model_id, seq)
+    if number is not None and (run.lane.knows(number) or services.jobs.is_accepting(model_id, number)):
+        known = await services.jobs.known(model_id, number)
         if known is None:
-            raise InvalidInputError(f"request number {seq} of {model_id} has passed", field="seq_id")
-        return promise(same_request(known, model_id, seq, kind, digest), model_id)
+            raise InvalidInputError(f"request number {number} of {model_id} has passed", field="seq_id")
+        return promise(same_request(known, model_id, number, kind, digest), model_id)
     check_open(services)
     services.admission.check_queue(call.caller, services.jobs.queued_by_org.get(row.org_id, 0))
     draft = Draft(
         kind=kind,
         lane=model_id,
-        seq=seq,
+        seq=number or 0,
         session_id=row.session_id,
         org_id=row.org_id,
         user_id=row.user_id,
@@ -90,11 +89,14 @@ async def submit_training(services: Services, call: Call, kind: str, prepare: Pr
     try:
         prepared = await prepare(run)
     except (InvalidInputError, WireError, UnknownResourceError) as error:
-        await services.jobs.refuse(draft, str(error))
-        run.close_number(seq)
+        if number is not None:
+            await services.jobs.refuse(draft, str(error))
+            run.close_number(number)
         raise
-    services.admission.check_tokens(call.caller, prepared.tokens)
+    if number is None:
+        draft = replace(draft, seq=run.lane.allot())
     try:
+        services.admission.check_tokens(call.caller, prepared.tokens)
         whole = replace(
             draft,
             make_job=prepared.make_job,
@@ -102,9 +104,14 @@ async def submit_training(services: Services, call: Call, kind: str, prepare: Pr
             statements=prepared.statements,
         )
         request_id = await services.jobs.accept(whole, run.put)
-    except BaseException:
+    except BaseException as error:
         if prepared.undo is not None:
             prepared.undo()
+        if not isinstance(error, OverLimitError):
+            services.admission.give_back(call.caller, prepared.tokens)
+        if number is None:  # nobody will come under the number that it was given
+            services.jobs.refuse_later(draft, str(error))
+            run.close_number(draft.seq)
         raise
     return promise(request_id, model_id)
 

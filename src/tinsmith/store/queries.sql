@@ -148,10 +148,10 @@ WHERE model_id = :model_id AND snapshot_seq < :snapshot_seq;
 UPDATE models SET project_id = :project_id WHERE session_id = :session_id;
 
 -- name: revive_models
-UPDATE models SET state = 'live' WHERE session_id = :session_id AND state = 'unloaded';
+UPDATE models SET state = 'live' WHERE session_id = :session_id AND state = 'parked';
 
 -- name: unload_models_of_session
-UPDATE models SET state = 'unloaded' WHERE session_id = :session_id AND state = 'live';
+UPDATE models SET state = 'parked' WHERE session_id = :session_id AND state = 'live';
 
 -- name: models_of_org
 SELECT * FROM models WHERE org_id = :org_id ORDER BY created_at DESC, model_id DESC LIMIT :limit OFFSET :offset;
@@ -326,6 +326,9 @@ DELETE FROM results WHERE request_id IN (SELECT request_id FROM jobs WHERE sessi
 
 -- name: prune_session_jobs
 DELETE FROM jobs WHERE session_id = :session_id;
+
+-- name: prune_session_losses
+DELETE FROM custom_losses WHERE session_id = :session_id;
 
 -- Results --------------------------------------------------------------------------------------------------------
 

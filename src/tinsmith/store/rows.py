@@ -82,7 +82,7 @@ class ModelRow(Row, frozen=True, kw_only=True):
     created_at: float
     used_at: float
     state: str = "live"
-    """live, unloaded (asked for, or its session is over)."""
+    """live, unloaded (asked for), parked (its session is over; a session that comes back wakes it)."""
     fault: str | None = None
     """Why the run must not be trusted, if so."""
     snapshot_directory: str | None = None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime
 from typing import Any
 
 import msgspec
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server.admission import DAY_S
 from tinsmith.server.calls import Answer, Call, Handlers, reply
 from tinsmith.server.routes.sessions import texts
 from tinsmith.server.services import Services
@@ -109,7 +110,7 @@ async def get_audit_log(services: Services, call: Call) -> Answer:
         except ValueError:
             raise InvalidInputError(f"day: {query.day!r} is not YYYY-MM-DD", field="day") from None
         start = datetime(day.year, day.month, day.day, tzinfo=UTC)
-        since, until = start.timestamp(), (start + timedelta(days=1)).timestamp()
+        since, until = start.timestamp(), start.timestamp() + DAY_S
     period: dict[str, Any] = {"org_id": call.caller.org_id, "since": since, "until": until, "limit": MAX_ENTRIES}
     if query.event_type == "all":
         rows = await services.store.read(AuditRow, "audit_of_org", **period)

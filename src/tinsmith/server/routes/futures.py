@@ -118,6 +118,7 @@ async def retrieve_futures(services: Services, call: Call) -> Answer:
         older = await _older(services, target, request.prev_cursor, known)
     timeout_s = min(request.timeout or services.config.poll_s, services.config.poll_s)
     events = feed.after(request.prev_cursor) if older else await feed.wait(request.prev_cursor, timeout_s)
+    known.update(done.request_id for done in older)
     completions = older + [
         _completion(event.request_id, event.size_bytes, event.is_error)
         for event in events

@@ -69,13 +69,14 @@ async def _training_run(services: Services, row: ModelRow, call: Call) -> wire.T
             extra[name] = checkpoint_message(newest[0])
     if row.user_metadata is not None:
         extra["user_metadata"] = texts(row.user_metadata)
+    run = services.runs.known(row.model_id)
     return wire.TrainingRun(
         training_run_id=row.model_id,
         base_model=row.base_model,
         model_owner=row.user_id,
         is_lora=True,
         lora_rank=lora.rank,
-        corrupted=row.fault is not None,
+        corrupted=(run.row if run is not None else row).fault is not None,
         last_request_time=_time(max(row.used_at, services.used.get(row.model_id, 0.0))),
         **extra,
     )

@@ -8,16 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tinsmith.engine.base import OnTokens, Sample
-from tinsmith.errors import ConstraintError, InvalidInputError
+from tinsmith.errors import InvalidInputError
 from tinsmith.server.calls import Answer, Call, Handlers, reply
 from tinsmith.server.files import link_tree
 from tinsmith.server.identity import Caller
 from tinsmith.server.jobs import same_request
+from tinsmith.server.refusals import OverLimitError
 from tinsmith.server.routes.training import card_of
 from tinsmith.server.sample_checks import check_sample
 from tinsmith.server.services import Services
 from tinsmith.server.submitting import check_open
-from tinsmith.server.work import Draft, digest_of
+from tinsmith.server.work import Draft, Work, digest_of
 from tinsmith.store.base import statement
 from tinsmith.store.rows import SamplerRow
 from tinsmith.wire import json_codec
@@ -31,19 +32,29 @@ async def create_sampling_session(services: Services, call: Call) -> Answer:
     if (request.base_model is None) == (request.model_path is None):
         raise InvalidInputError("give base_model or model_path, one of them", field="model_path")
     sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
-    row = await _new_sampler(
-        services, call.caller, sampler_id, session.session_id, request.base_model, request.model_path
-    )
-    try:
-        await services.store.write(statement("insert_sampler", row))
-    except ConstraintError:
-        known = await services.access.sampler(call.caller, sampler_id)
-        if (known.base_model, known.model_path) != (row.base_model, row.model_path):
-            raise InvalidInputError(
-                f"sampling_session_seq_id: {request.sampling_session_seq_id} is taken by another sampler",
-                field="sampling_session_seq_id",
-            ) from None
+    known = await services.store.read(SamplerRow, "sampler", sampler_id=sampler_id)
+    if not known:
+        row = await _new_sampler(
+            services, call.caller, sampler_id, session.session_id, request.base_model, request.model_path
+        )
+        await services.store.write(statement("insert_sampler_if_absent", row))
+        known = await services.store.read(SamplerRow, "sampler", sampler_id=sampler_id)
+    if not _is_same(known[0], request):
+        raise number_taken(request.sampling_session_seq_id)
     return reply(wire.CreateSamplingSessionResponse(sampling_session_id=sampler_id))
+
+
+def _is_same(row: SamplerRow, request: wire.CreateSamplingSessionRequest) -> bool:
+    """Whether a sampler is the one that is asked for."""
+    if request.model_path is not None:
+        return row.model_path == request.model_path
+    return row.directory is None and row.base_model == request.base_model
+
+
+def number_taken(number: int) -> InvalidInputError:
+    return InvalidInputError(
+        f"sampling_session_seq_id: {number} is taken by another sampler", field="sampling_session_seq_id"
+    )
 
 
 async def _new_sampler(
@@ -89,7 +100,7 @@ async def join_sampling_session(services: Services, call: Call) -> Answer:
 
 
 async def get_sampler(services: Services, call: Call) -> Answer:
-    row = await services.access.sampler(call.caller, call.params["sampler_id"], to_read=True)
+    row = await services.access.sampler(call.caller, call.params["sampler_id"])
     if row.model_path is None:
         return reply(wire.GetSamplerResponse(sampler_id=row.sampler_id, base_model=row.base_model))
     return reply(
@@ -118,12 +129,19 @@ async def submit_sample(
         if known is not None:
             return same_request(known, lane, seq, "sample", digest)
     check_open(services)
-    services.admission.check_queue(caller, services.jobs.queued_by_org.get(caller.org_id, 0))
     card = card_of(services, sampler.base_model)
     length = check_sample(request, card, max_samples=services.config.max_samples)
     params = request.sampling_params
     most = params.max_tokens if params.max_tokens is not None else card.max_context_length - length
-    services.admission.check_tokens(caller, length + most * request.num_samples)
+    tokens = length + most * request.num_samples
+    try:
+        services.admission.check_queue(caller, services.jobs.queued_by_org.get(caller.org_id, 0))
+        services.admission.check_tokens(caller, tokens)
+    except OverLimitError:
+        known = await services.jobs.known(lane, seq)
+        if known is None:
+            raise
+        return same_request(known, lane, seq, "sample", digest)
     seed = params.seed if params.seed is not None else secrets.randbelow(2**63)
     draft = Draft(
         kind="sample",
@@ -137,7 +155,18 @@ async def submit_sample(
         context={"project_id": caller.project_id},
         on_tokens=on_tokens,
     )
-    return await services.jobs.accept(draft, services.samples.put)
+    is_new = False
+
+    def enqueue(work: Work) -> None:
+        nonlocal is_new
+        is_new = True
+        services.samples.put(work)
+
+    try:
+        return await services.jobs.accept(draft, enqueue)
+    finally:
+        if not is_new:
+            services.admission.give_back(caller, tokens)
 
 
 def _sample_job(sampler: SamplerRow, body: bytes, seed: int) -> Callable[[str], Sample]:

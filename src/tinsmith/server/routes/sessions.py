@@ -126,7 +126,7 @@ async def assign_session_project(services: Services, call: Call) -> Answer:
 
 
 async def export_session_trace(services: Services, call: Call) -> Answer:
-    row = await services.access.session(call.caller, call.params["session_id"], to_read=True)
+    row = await services.access.session(call.caller, call.params["session_id"])
     path = await write_trace(services, row)
     url, _ = services.signer.url(call.base_url, services.files.relative(path), services.config.download_ttl_s)
     return reply(wire.TraceExportResponse(status="ready", url=url))
@@ -170,8 +170,8 @@ def _matches(row: SessionRow, request: wire.SessionSearchRequest, caller: Caller
     if request.statuses is not None and not any(_has_status(row, status) for status in request.statuses):
         return False
     if request.cursor is not None:
-        place = (request.cursor.last_created_at.timestamp(), request.cursor.last_session_id)
-        if (row.created_at, row.session_id) >= place:
+        place = (request.cursor.last_created_at, request.cursor.last_session_id)
+        if (datetime.fromtimestamp(row.created_at, UTC), row.session_id) >= place:  # as exact as a cursor can be
             return False
     return _is_named(row, request)
 

@@ -16,13 +16,14 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.calls import Answer, Call, Handlers, reply
 from tinsmith.server.encryption import check_recipients
 from tinsmith.server.files import check_name, link_tree, remove_tree
+from tinsmith.server.routes.sampling import number_taken
 from tinsmith.server.routes.sessions import MAX_METADATA_BYTES, project_statement
 from tinsmith.server.routes.training import ADAMW, card_of, create
 from tinsmith.server.runs import Run
 from tinsmith.server.services import Services
 from tinsmith.server.submitting import Prepared, check_open, submit_training
 from tinsmith.store.base import statement
-from tinsmith.store.rows import AuditRow, CheckpointRow, ModelRow, SessionRow
+from tinsmith.store.rows import AuditRow, CheckpointRow, ModelRow, SamplerRow, SessionRow
 from tinsmith.wire import json_codec
 from tinsmith.wire import weights as wire
 
@@ -53,7 +54,7 @@ async def save_weights_for_sampler(services: Services, call: Call) -> Answer:
         if request.path is not None and request.sampling_session_seq_id is not None:
             raise InvalidInputError("path and sampling_session_seq_id exclude one another: lasting or for now?")
         if request.sampling_session_seq_id is not None:
-            return _prepare_sampler(services, run, request.sampling_session_seq_id)
+            return await _prepare_sampler(services, run, request.sampling_session_seq_id)
         return await _prepare_save(
             services,
             run,
@@ -138,9 +139,11 @@ async def _prepare_save(
     )
 
 
-def _prepare_sampler(services: Services, run: Run, number: int) -> Prepared:
+async def _prepare_sampler(services: Services, run: Run, number: int) -> Prepared:
     row = run.row
     sampler_id = f"{row.session_id}:sample:{number}"
+    if await services.store.read(SamplerRow, "sampler", sampler_id=sampler_id):
+        raise number_taken(number)
     directory = services.files.sampler(sampler_id)
     return Prepared(
         make_job=lambda request_id: SaveState(
