@@ -8,14 +8,22 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
-
-from support.tinker_server import TinkerServer
+from typing import Any, Protocol, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFICIAL = ROOT / ".official"
 PROGRAM = ROOT / "tests" / "contract" / "official" / "program.py"
 TIMEOUT_S = 120.0
+
+class Address(Protocol):
+    """A server that a program can be pointed at."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def key(self) -> str: ...
+
 
 Steps: TypeAlias = list[tuple[str, Any]]
 """Name and value of each step; see the program."""
@@ -30,18 +38,18 @@ ALL_FLAGS = dict.fromkeys(
 ALL_DYNAMIC_FLAGS = {"sample_cancel_enabled": True}
 
 
-def run_official(server: TinkerServer, release: str, *options: str) -> Steps:
+def run_official(server: Address, release: str, *options: str) -> Steps:
     """The program under an official release."""
     python = OFFICIAL / "venv" / "bin" / "python"
     return _run(server, [python, PROGRAM, "tinker", *options], {"PYTHONPATH": str(OFFICIAL / release)})
 
 
-def run_module(server: TinkerServer, module: str, *options: str) -> Steps:
+def run_module(server: Address, module: str, *options: str) -> Steps:
     """The program under a module of this environment."""
-    return _run(server, [sys.executable, PROGRAM, module, *options], {})
+    return _run(server, [sys.executable, PROGRAM, module, *options], {"PYTHONPATH": str(ROOT / "src")})
 
 
-def _run(server: TinkerServer, command: Sequence[str | Path], extra: dict[str, str]) -> Steps:
+def _run(server: Address, command: Sequence[str | Path], extra: dict[str, str]) -> Steps:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("TINKER", "PYTHON"))}
     finished = subprocess.run(
         command,
