@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that everyone uses
-from conftest import NEWEST, OFFICIAL, ROOT, Official, RefusedError
+from conftest import NEWEST, OFFICIAL, Official, RefusedError
 
 from tinsmith.client import custom_loss
 from tinsmith.client.loss_graph import LossHandle, trace

@@ -128,9 +128,19 @@ def make_services(
         metrics=Metrics(),
         clock=clock,
         saving=saving,
+        client_flags=check_flags(config.client_flags),
     )
     finishers.update(make_finishers(services))
     return services
+
+
+def check_flags(flags: Mapping[str, bool]) -> dict[str, bool]:
+    """Flags that clients know; another name is a mistake."""
+    known = [name for name, value in service.CLIENT_CONFIG.items() if isinstance(value, bool)]
+    unknown = sorted(set(flags) - set(known))
+    if unknown:
+        raise TinkerError(f"client_flags: unknown {', '.join(unknown)} (known: {', '.join(known)})")
+    return dict(flags)
 
 
 def make_app(services: Services) -> Starlette:
