@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that everyone uses
 from conftest import NEWEST, OFFICIAL, Official, RefusedError
+from support.releases import ROOT
 
 from tinsmith.client import custom_loss
 from tinsmith.client.loss_graph import LossHandle, trace

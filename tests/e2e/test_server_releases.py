@@ -1,6 +1,7 @@
 """A running server serves every release of the official SDK, and our own client the same.
 
-The table in docs/reference/server.md is written by `PYTHONPATH=src:tests python tests/e2e/test_server_releases.py --write`.
+The table in docs/reference/server.md is written by
+`PYTHONPATH=src:tests .venv/bin/python tests/e2e/test_server_releases.py --write`.
 """
 
 from __future__ import annotations

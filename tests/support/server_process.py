@@ -80,22 +80,27 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start and wait until it listens; again on the port of the first time."""
+        process = self.begin()
+        timer = threading.Timer(START_S, process.kill)
+        timer.start()
+        try:
+            self._read_address(process)
+        finally:
+            timer.cancel()
+
+    def begin(self) -> subprocess.Popen[str]:
+        """Start without waiting for anything."""
         assert self._process is None, "the server runs already"
         self._process = self._spawn()
         self.starts += 1
-        timer = threading.Timer(START_S, self._process.kill)
-        timer.start()
-        try:
-            self._read_address(self._process)
-        finally:
-            timer.cancel()
+        return self._process
 
     def kill(self) -> None:
         """End it without warning."""
         self._end(signal.SIGKILL)
 
     def terminate(self, timeout_s: float = 30.0) -> int:
-        """Ask it to end, wait, and give its exit code."""
+        """SIGTERM; waits and gives the exit code."""
         self.signal(signal.SIGTERM)
         return self.wait(timeout_s)
 

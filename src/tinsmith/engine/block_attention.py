@@ -177,7 +177,9 @@ class BlockAttention:
             if new.count > 1:
                 for offset in range(0, new.count, TILE_TOKENS):
                     count = min(TILE_TOKENS, new.count - offset)
-                    plan.append(self._tiles_of([NewTokens(new.row + offset, new.start + offset, count, new.blocks)]))
+                    plan.append(
+                        self._tiles_of([NewTokens(new.row + offset, new.start + offset, count, new.blocks)])
+                    )
         return plan
 
     def _tiles_of(self, tiles: Sequence[NewTokens]) -> _Tiles:
