@@ -106,7 +106,7 @@ def comparable(steps: Steps, drawn: Collection[str] = ()) -> Steps:
 
 
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.\d]*(Z|\+00:00)")
-_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}|[0-9a-f]{32}|[0-9a-f-]*<clone>[0-9a-f-]*")
+_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}|[0-9a-f]{32}|[0-9a-f-]*<clone>(?:[0-9a-f-]|<clone>)*")
 
 
 def _shape(value: Any) -> Any:

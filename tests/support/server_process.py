@@ -23,6 +23,8 @@ from tinsmith.testing.backend import Execution, read_log
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKEND = "tinsmith.testing.backend:memory_backend"
+HELD_BACKEND = "support.held_backend:held_backend"
+"""The same, with gates; see there."""
 START_S = 60.0
 """What a start may take on a busy machine."""
 
@@ -46,7 +48,7 @@ class ServerProcess:
         self.key = ""
         self.starts = 0
         self._port = 0
-        self._options = [*options, "--backend", backend]
+        self._options = ["--backend", backend, *options]
         self._settings = {f"TINSMITH_{name.upper()}": str(value) for name, value in settings.items()}
         self._process: subprocess.Popen[str] | None = None
         self._log_path = data_dir.parent / f"{data_dir.name}.log"
@@ -119,6 +121,13 @@ class ServerProcess:
         self._forget()
         return code
 
+    def hold(self, gate: str = "hold") -> None:
+        """Close a gate of the held backend."""
+        (self.data_dir / gate).touch()
+
+    def release(self, gate: str = "hold") -> None:
+        (self.data_dir / gate).unlink()
+
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """`tinsmith ARGUMENTS --data-dir DIR` while the server runs."""
         command = [sys.executable, "-m", "tinsmith", *arguments, "--data-dir", str(self.data_dir)]
@@ -165,4 +174,4 @@ class ServerProcess:
 def environment(**extra: str) -> dict[str, str]:
     """This process's, without settings of ours or of an official client."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "TINSMITH_"))}
-    return {**kept, "PYTHONPATH": str(ROOT / "src"), **extra}
+    return {**kept, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT / 'tests'}", **extra}

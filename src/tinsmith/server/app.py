@@ -226,12 +226,21 @@ def make_backend(config: ServerConfig) -> Backend:
     module, _, factory = config.backend.partition(":")
     if not factory:
         raise TinkerError(f"backend {config.backend!r} must be local, or module:factory")
-    made: Backend = getattr(importlib.import_module(module), factory)(config)
-    return made
+    try:
+        make: Callable[[ServerConfig], Backend] = getattr(importlib.import_module(module), factory)
+    except (ImportError, AttributeError) as error:
+        raise TinkerError(f"backend {config.backend!r} cannot be loaded: {error}") from error
+    return make(config)
 
 
 def make_store(config: ServerConfig) -> Store:
-    config.data_dir.mkdir(parents=True, exist_ok=True)
+    """The store that the settings name, in a data directory that is there."""
+    try:
+        config.data_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TinkerError(
+            f"{config.data_dir} cannot be used as data directory: {error.strerror}; choose another --data-dir"
+        ) from error
     return open_store(config.database_url)
 
 
