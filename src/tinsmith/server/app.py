@@ -8,11 +8,13 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.routing import BaseRoute
 from starlette.routing import Route as StarletteRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinsmith.config import ServerConfig
 from tinsmith.engine.base import Backend
@@ -151,13 +153,32 @@ def make_app(services: Services) -> Starlette:
         async with running(services):
             yield
 
-    routes: list[BaseRoute] = [_route(services, BY_NAME[name]) for name in HANDLERS]
-    return Starlette(routes=[*routes, *extensions.extension_routes(services)], lifespan=lifespan)
+    endpoints = {BY_NAME[name]: _endpoint(services, BY_NAME[name]) for name in HANDLERS}
+    routes: list[BaseRoute] = [_route(route, endpoint) for route, endpoint in endpoints.items()]
+    fixed = {(route.method, route.path): endpoint for route, endpoint in endpoints.items() if "{" not in route.path}
+    return App(fixed, routes=[*routes, *extensions.extension_routes(services)], lifespan=lifespan)
 
 
-def _route(services: Services, route: Route) -> StarletteRoute:
-    needed = None if route.name in OPEN else SCOPES.get(route.name, "")
-    endpoint = Endpoint(services, route, HANDLERS[route.name], needed)
+class App(Starlette):
+    """Starlette, with a table in front: most requests go to paths without parameters, which need no matching."""
+
+    def __init__(self, fixed: Mapping[tuple[Any, str], ASGIApp], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._fixed = fixed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._fixed.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if endpoint is not None:
+            await endpoint(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def _endpoint(services: Services, route: Route) -> Endpoint:
+    return Endpoint(services, route, HANDLERS[route.name], None if route.name in OPEN else SCOPES.get(route.name, ""))
+
+
+def _route(route: Route, endpoint: Endpoint) -> StarletteRoute:
     path = route.path.replace("{checkpoint_id}", "{checkpoint_id:checkpoint}")
     return StarletteRoute(path, endpoint, methods=[route.method], name=route.name)
 

@@ -78,6 +78,7 @@ async def _run(
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(CLOSE_S),
         )
