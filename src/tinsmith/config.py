@@ -264,6 +264,8 @@ class ServerConfig:
     """Number format of the base; auto tries both and takes the fastest that is right."""
     threads: int = 0
     """Threads that compute, 0: one per core. The same number gives the same bits."""
+    client_flags: Mapping[str, bool] = field(default_factory=dict)
+    """Answers of client/config that differ from the usual ones: a TOML table, or NAME=true,... in the environment."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.port, int) or isinstance(self.port, bool) or not 0 <= self.port <= 65535:
@@ -286,6 +288,9 @@ class ServerConfig:
                 raise TinkerError(f"{spec.name} must be a number above 0, got {value!r}")
         if self.poll_s > 40:
             raise TinkerError(f"poll_s must be at most 40 (clients give up at 45 s), got {self.poll_s}")
+        for name, value in self.client_flags.items():
+            if not isinstance(value, bool):
+                raise TinkerError(f"client_flags.{name} must be true or false, got {value!r}")
 
     @property
     def is_loopback(self) -> bool:
@@ -360,12 +365,21 @@ def _parsed(name: str, text: str) -> Any:
     """A setting from the environment: numbers where a number is meant, lists at commas."""
     if name == "models":
         return tuple(part.strip() for part in text.split(",") if part.strip())
+    if name == "client_flags":
+        return dict(_flag(part) for part in text.split(",") if part.strip())
     if name in ("host", "data_dir", "models_dir", "database", "api_key", "backend", "log_format", "device", "dtype"):
         return text
     try:
         return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
         raise TinkerError(f"TINSMITH_{name.upper()} must be a number, got {text!r}") from None
+
+
+def _flag(text: str) -> tuple[str, bool]:
+    name, _, value = text.strip().partition("=")
+    if value not in ("true", "false"):
+        raise TinkerError(f"TINSMITH_CLIENT_FLAGS must be NAME=true or NAME=false at commas, got {text.strip()!r}")
+    return name, value == "true"
 
 
 def _server_table(path: Path, known: set[str]) -> dict[str, Any]:

@@ -12,20 +12,8 @@ from typing import Any
 
 import pytest
 from support.postgres import PostgresMissingError, PostgresServer
+from support.releases import NEWEST, OFFICIAL, RELEASES
 from support.stores import MakeStore, memory_stores, postgres_stores, sqlite_stores
-
-ROOT = Path(__file__).resolve().parents[2]
-OFFICIAL = ROOT / ".official"
-
-
-def _listed(name: str) -> list[str]:
-    lines = (Path(__file__).parent / "official" / name).read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
-
-
-RELEASES = _listed("releases.txt")
-SERVED_RELEASES = sorted([*RELEASES, *_listed("served.txt")], key=lambda release: [int(n) for n in release.split(".")])
-NEWEST = RELEASES[-1]
 
 
 class RefusedError(Exception):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.normalize import differences, normalize
-from support.program_run import ALL_DYNAMIC_FLAGS, ALL_FLAGS, Steps, raised, run_module, run_official
+from support.program_run import ALL_DYNAMIC_FLAGS, ALL_FLAGS, Steps, as_official, raised, run_module, run_official
 from support.tinker_server import TinkerServer
 
 DOCUMENTED = {
@@ -17,9 +17,6 @@ DOCUMENTED = {
     "content-type: application/json != application/x-protobuf": "protobuf is tried first; the server refuses it once",
 }
 """How differences that are meant end, with the reason."""
-
-KINDS = {"InvalidInputError": "ValueError", "MissingArgumentError": "TypeError"}
-"""Our exceptions that are also the official client's."""
 
 
 def streams(release: str, *options: str, **settings: Any) -> tuple[list[Any], list[Any], Steps, Steps]:
@@ -34,17 +31,6 @@ def streams(release: str, *options: str, **settings: Any) -> tuple[list[Any], li
 
 def undocumented(official: list[Any], ours: list[Any]) -> list[str]:
     return [text for text in map(str, differences(official, ours)) if not text.endswith(tuple(DOCUMENTED))]
-
-
-def as_official(steps: Steps) -> Steps:
-    """The steps with our own exception classes under the name that the official client's have."""
-
-    def renamed(value: Any) -> Any:
-        if isinstance(value, dict) and value.get("raises") in KINDS:
-            return {"raises": KINDS[value["raises"]], "bases": []}
-        return value
-
-    return [(name, renamed(value)) for name, value in steps]
 
 
 @pytest.mark.parametrize("flags", [{}, ALL_FLAGS], ids=["flags off", "all flags on"])

@@ -14,13 +14,13 @@ from urllib.parse import quote, unquote, urlsplit
 import msgspec
 from starlette.applications import Starlette
 
+from tinsmith.config import ServerConfig
 from tinsmith.engine.base import AnyJob
 from tinsmith.errors import StoreError
 from tinsmith.server.app import make_app, make_services, running
 from tinsmith.server.keys import create_key
 from tinsmith.server.lifetimes import Sweeper
 from tinsmith.server.services import Services
-from tinsmith.config import ServerConfig
 from tinsmith.store.base import Row, Statement, Store, Value
 from tinsmith.store.memory import MemoryStore
 from tinsmith.testing.backend import ARITHMETIC, MemoryBackend

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
-
-from support.tinker_server import TinkerServer
+from typing import Any, Protocol, TypeAlias
 
 ROOT = Path(__file__).resolve().parents[2]
 OFFICIAL = ROOT / ".official"
 PROGRAM = ROOT / "tests" / "contract" / "official" / "program.py"
 TIMEOUT_S = 120.0
+
+
+class Address(Protocol):
+    """A server that a program can be pointed at."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def key(self) -> str: ...
+
 
 Steps: TypeAlias = list[tuple[str, Any]]
 """Name and value of each step; see the program."""
@@ -30,18 +40,18 @@ ALL_FLAGS = dict.fromkeys(
 ALL_DYNAMIC_FLAGS = {"sample_cancel_enabled": True}
 
 
-def run_official(server: TinkerServer, release: str, *options: str) -> Steps:
+def run_official(server: Address, release: str, *options: str) -> Steps:
     """The program under an official release."""
     python = OFFICIAL / "venv" / "bin" / "python"
     return _run(server, [python, PROGRAM, "tinker", *options], {"PYTHONPATH": str(OFFICIAL / release)})
 
 
-def run_module(server: TinkerServer, module: str, *options: str) -> Steps:
+def run_module(server: Address, module: str, *options: str) -> Steps:
     """The program under a module of this environment."""
-    return _run(server, [sys.executable, PROGRAM, module, *options], {})
+    return _run(server, [sys.executable, PROGRAM, module, *options], {"PYTHONPATH": str(ROOT / "src")})
 
 
-def _run(server: TinkerServer, command: Sequence[str | Path], extra: dict[str, str]) -> Steps:
+def _run(server: Address, command: Sequence[str | Path], extra: dict[str, str]) -> Steps:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("TINKER", "PYTHON"))}
     finished = subprocess.run(
         command,
@@ -58,3 +68,55 @@ def _run(server: TinkerServer, command: Sequence[str | Path], extra: dict[str, s
 def raised(steps: Steps) -> dict[str, str]:
     """The steps that raised, and the class of what they raised."""
     return {name: value["raises"] for name, value in steps if isinstance(value, dict) and "raises" in value}
+
+
+KINDS = {"InvalidInputError": "ValueError", "MissingArgumentError": "TypeError"}
+"""Our exceptions that are also the official client's."""
+
+
+def as_official(steps: Steps) -> Steps:
+    """The steps with our own exception classes under the name that the official client's have."""
+
+    def renamed(value: Any) -> Any:
+        if isinstance(value, dict) and value.get("raises") in KINDS:
+            return {"raises": KINDS[value["raises"]], "bases": []}
+        return value
+
+    return [(name, renamed(value)) for name, value in steps]
+
+
+def comparable(steps: Steps, drawn: Collection[str] = ()) -> Steps:
+    """Steps without what differs from run to run: ids, times, and the content of steps that draw at random.
+
+    Ids that are the same stay the same: each becomes its number in the order of appearance.
+    """
+    ids: dict[str, str] = {}
+
+    def settled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: settled(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [settled(item) for item in value]
+        if isinstance(value, str):
+            value = _TIME.sub("<time>", value)
+            return _ID.sub(lambda found: ids.setdefault(found[0], f"<id {len(ids)}>"), value)
+        return value
+
+    return [(name, settled(_shape(value) if name in drawn else value)) for name, value in steps]
+
+
+_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[.\d]*(Z|\+00:00)")
+_ID = re.compile(r"[0-9a-f]{8}-[0-9a-f-]{27}|[0-9a-f]{32}|[0-9a-f-]*<clone>(?:[0-9a-f-]|<clone>)*")
+
+
+def _shape(value: Any) -> Any:
+    """A value with numbers left out and lists of them as one word."""
+    if isinstance(value, dict):
+        return {name: _shape(item) for name, item in value.items() if name != "stop_reason"}
+    if isinstance(value, list):
+        if all(isinstance(item, (int, float)) or item is None for item in value):
+            return "numbers"
+        return [_shape(item) for item in value]
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return "number"
+    return value

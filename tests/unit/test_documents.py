@@ -6,7 +6,9 @@ Parts between `<!-- generated:NAME -->` and `<!-- /generated:NAME -->` are writt
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import dataclasses
 import inspect
 import io
 import itertools
@@ -14,11 +16,13 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 
 from tinsmith import errors
+from tinsmith.config import MB, ServerConfig
+from tinsmith.server import extensions
 from tinsmith.version import PROTOCOL_VERSION
 from tinsmith.wire import chunking, faults, numbers, protobuf, tensors, zstd
 from tinsmith.wire.routes import PREFIX, ROUTES, Encoding, Route
@@ -173,10 +177,55 @@ def limits_table() -> str:
     )
 
 
+def settings_table() -> str:
+    """ServerConfig, with the text behind each field."""
+    (body,) = ast.parse(inspect.getsource(ServerConfig)).body
+    assert isinstance(body, ast.ClassDef)
+    rows = []
+    for field, text in itertools.pairwise(body.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            assert isinstance(field.target, ast.Name)
+            rows.append((f"`{field.target.id}`", DEFAULTS.get(field.target.id) or _default(field), text.value.value))
+    return table(("Setting", "Default", "Meaning"), rows)
+
+
+DEFAULTS = {"data_dir": "`~/.local/share/tinsmith`", "client_flags": "none", "models": "none"}
+"""Where the source holds a call instead of a value."""
+
+
+def _default(field: ast.AnnAssign) -> str:
+    assert isinstance(field.target, ast.Name)
+    default = next(spec.default for spec in dataclasses.fields(ServerConfig) if spec.name == field.target.id)
+    if default is None:
+        return "none"
+    if isinstance(default, (int, float)):
+        is_size = field.target.id.endswith("_bytes")
+        return f"{default // MB} MB" if is_size else f"{default:g}" if default < 1e4 else f"{default:,}"
+    return f"`{default}`"
+
+
+def extensions_table() -> str:
+    """The endpoints of our own; the text is the handler's."""
+    routes = extensions.extension_routes(cast(Any, None))
+    return table(
+        ("Method", "Path", "What it does"),
+        (
+            (
+                "POST" if "POST" in (route.methods or ()) else "GET",
+                f"`{route.path.replace(':path', '')}`",
+                inspect.getdoc(route.endpoint) or "",
+            )
+            for route in routes
+        ),
+    )
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "routes": routes_table,
     "errors": errors_table,
     "limits": limits_table,
+    "settings": settings_table,
+    "extensions": extensions_table,
 }
 
 
@@ -235,8 +284,8 @@ def test_generated_parts_are_current(path: Path) -> None:
     assert with_generated(text) == text, f"{_name(path)} is not current; {REFRESH}"
 
 
-def test_each_generated_part_is_in_the_wire_reference() -> None:
-    text = (ROOT / "docs" / "reference" / "wire.md").read_text()
+def test_each_generated_part_is_in_the_reference_once() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
     assert sorted(part[2] for part in _GENERATED.finditer(text)) == sorted(GENERATORS)
 
 

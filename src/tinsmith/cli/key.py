@@ -133,7 +133,6 @@ def _with_store(data_dir: Path | None, database: str | None, act: Callable[[Any]
         raise click.ClickException(str(error)) from None
 
     async def run() -> T:
-        config.data_dir.mkdir(parents=True, exist_ok=True)
         store = open_store(config.database_url)
         await store.open()
         try:

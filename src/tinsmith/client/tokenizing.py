@@ -29,7 +29,10 @@ def tokenizer_of(holder: Operations, model_name: str | None, tokenizer_id: str |
                 chat_template=served.get("chat_template"),
             )
         )
-    return load_tokenizer(tokenizer_source(model_name or "", tokenizer_id))
+    try:
+        return load_tokenizer(tokenizer_source(model_name or "", tokenizer_id))
+    except TinkerError as error:
+        raise TinkerError(f"the server has no tokenizer for {model_name or tokenizer_id}, and {error}") from error
 
 
 async def _from_server(holder: Operations, model_name: str) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -17,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.routing import Route as StarletteRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinsmith.config import ServerConfig
 from tinsmith.engine.base import Backend
@@ -135,9 +137,19 @@ def make_services(
         metrics=metrics,
         clock=clock,
         saving=saving,
+        client_flags=check_flags(config.client_flags),
     )
     finishers.update(make_finishers(services))
     return services
+
+
+def check_flags(flags: Mapping[str, bool]) -> dict[str, bool]:
+    """Flags that clients know; another name is a mistake."""
+    known = [name for name, value in service.CLIENT_CONFIG.items() if isinstance(value, bool)]
+    unknown = sorted(set(flags) - set(known))
+    if unknown:
+        raise TinkerError(f"client_flags: unknown {', '.join(unknown)} (known: {', '.join(known)})")
+    return dict(flags)
 
 
 def make_app(services: Services) -> Starlette:
@@ -148,8 +160,11 @@ def make_app(services: Services) -> Starlette:
         async with running(services):
             yield
 
-    routes: list[BaseRoute] = [_route(services, BY_NAME[name]) for name in HANDLERS]
-    return Starlette(
+    endpoints = {BY_NAME[name]: _endpoint(services, BY_NAME[name]) for name in HANDLERS}
+    routes: list[BaseRoute] = [_route(route, endpoint) for route, endpoint in endpoints.items()]
+    fixed = {(route.method, route.path): endpoint for route, endpoint in endpoints.items() if "{" not in route.path}
+    return App(
+        fixed,
         routes=[*routes, *extensions.extension_routes(services)],
         lifespan=lifespan,
         exception_handlers={HTTPException: _not_here, Exception: _fault},
@@ -171,9 +186,26 @@ async def _fault(request: Request, error: Exception) -> Response:
     return Response(answer.body, answer.status, media_type=JSON)
 
 
-def _route(services: Services, route: Route) -> StarletteRoute:
-    needed = None if route.name in OPEN else SCOPES.get(route.name, "")
-    endpoint = Endpoint(services, route, HANDLERS[route.name], needed)
+class App(Starlette):
+    """Starlette, with a table in front: most requests go to paths without parameters, which need no matching."""
+
+    def __init__(self, fixed: Mapping[tuple[Any, str], ASGIApp], **settings: Any) -> None:
+        super().__init__(**settings)
+        self._fixed = fixed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._fixed.get((scope["method"], scope["path"])) if scope["type"] == "http" else None
+        if endpoint is not None:
+            await endpoint(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def _endpoint(services: Services, route: Route) -> Endpoint:
+    return Endpoint(services, route, HANDLERS[route.name], None if route.name in OPEN else SCOPES.get(route.name, ""))
+
+
+def _route(route: Route, endpoint: Endpoint) -> StarletteRoute:
     path = route.path.replace("{checkpoint_id}", "{checkpoint_id:checkpoint}")
     return StarletteRoute(path, endpoint, methods=[route.method], name=route.name)
 
@@ -247,12 +279,21 @@ def make_backend(config: ServerConfig) -> Backend:
     module, _, factory = config.backend.partition(":")
     if not factory:
         raise TinkerError(f"backend {config.backend!r} must be local, or module:factory")
-    made: Backend = getattr(importlib.import_module(module), factory)(config)
-    return made
+    try:
+        make: Callable[[ServerConfig], Backend] = getattr(importlib.import_module(module), factory)
+    except (ImportError, AttributeError) as error:
+        raise TinkerError(f"backend {config.backend!r} cannot be loaded: {error}") from error
+    return make(config)
 
 
 def make_store(config: ServerConfig) -> Store:
-    config.data_dir.mkdir(parents=True, exist_ok=True)
+    """The store that the settings name, in a data directory that is there."""
+    try:
+        config.data_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TinkerError(
+            f"{config.data_dir} cannot be used as data directory: {error.strerror}; choose another --data-dir"
+        ) from error
     return open_store(config.database_url)
 
 

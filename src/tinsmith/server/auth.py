@@ -23,6 +23,8 @@ ALGORITHM = "HS256"
 CACHE_S = 2.0
 """How long a key's row is trusted without asking the store: revoking takes at most this long to act."""
 MAX_CACHED = 10_000
+TOKEN = "token:"
+"""Begins the cache's names of callers who presented a token."""
 
 
 class Authenticator:
@@ -36,6 +38,8 @@ class Authenticator:
         self._token_ttl_s = token_ttl_s
         self._clock = clock
         self._cache: dict[str, tuple[float, Caller]] = {}
+        self._tokens: dict[str, tuple[float, int]] = {}
+        """Tokens whose signature was checked: expiry and key. Checking again would take longer than all the rest."""
 
     async def caller(self, credential: str | None) -> Caller:
         """The holder of a key or token."""
@@ -66,6 +70,20 @@ class Authenticator:
         self._cache.clear()
 
     async def _by_token(self, token: str) -> Caller:
+        known = self._tokens.get(token)
+        if known is None:
+            known = self._checked(token)
+            if len(self._tokens) >= MAX_CACHED:
+                self._tokens.clear()
+            self._tokens[token] = known
+        expires_at, key_id = known
+        if expires_at <= self._clock():
+            self._tokens.pop(token, None)
+            raise NotAuthenticatedError("the token has expired; get a new one by auth/token")
+        return await self._cached(f"{TOKEN}{key_id}", "key", key_id=key_id)
+
+    def _checked(self, token: str) -> tuple[float, int]:
+        """The expiry and the key of a token that this server signed."""
         try:
             claims = jwt.decode(
                 token,
@@ -77,9 +95,7 @@ class Authenticator:
             expires_at, key_id = float(claims["exp"]), int(claims["kid"])
         except (jwt.InvalidTokenError, ValueError, TypeError) as error:
             raise NotAuthenticatedError(f"the token is not valid here ({error}); get a new one by auth/token") from None
-        if expires_at <= self._clock():
-            raise NotAuthenticatedError("the token has expired; get a new one by auth/token")
-        return replace(await self._cached(f"id:{key_id}", "key", key_id=key_id), is_token=True)
+        return expires_at, key_id
 
     async def _by_digest(self, digest: str) -> Caller:
         return await self._cached(digest, "key_by_digest", digest=digest)
@@ -94,7 +110,7 @@ class Authenticator:
             self._cache.pop(name, None)
             raise NotAuthenticatedError("the key is unknown here, revoked or expired; check TINKER_API_KEY")
         users = await self._store.read(UserRow, "user", user_id=rows[0].user_id)
-        caller = caller_of(rows[0], users[0].email if users else None)
+        caller = replace(caller_of(rows[0], users[0].email if users else None), is_token=name.startswith(TOKEN))
         if len(self._cache) >= MAX_CACHED:
             self._cache.clear()
         expiry = rows[0].expires_at

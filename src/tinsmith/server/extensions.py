@@ -62,16 +62,18 @@ class Extensions:
         self._services = services
 
     async def healthz(self, request: Request) -> Response:
+        """Whether the process is alive; needs no key."""
         return _json({"status": "ok"})
 
     async def readyz(self, request: Request) -> Response:
+        """Whether work is taken: 503 with the reason while the engine starts or the server drains; needs no key."""
         status = self._services.backend.status
         is_ready = status.state == "ready" and not self._services.is_draining
         reason = "draining" if self._services.is_draining else status.reason
         return _json({"status": status.state, "reason": reason}, 200 if is_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Open on loopback; elsewhere it needs a key."""
+        """Counters for Prometheus; needs no key on loopback."""
         if not self._services.config.is_loopback:
             try:
                 await self._caller(request)
@@ -80,12 +82,15 @@ class Extensions:
         return Response(self._services.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
+        """The schema of the protocol, made from the route table; needs no key."""
         return Response(openapi(), media_type=JSON)
 
     async def version(self, request: Request) -> Response:
+        """The release of this server; needs no key."""
         return _json({"tinsmith": __version__})
 
     async def tokenizer(self, request: Request) -> Response:
+        """`?model=NAME`: the files of a base model's tokenizer as one JSON object."""
         try:
             await self._caller(request)
             card = card_of(self._services, request.query_params.get("model", ""))
@@ -97,6 +102,7 @@ class Extensions:
         return _json(files)
 
     async def quota(self, request: Request) -> Response:
+        """What is left of the caller's rate, tokens and queue."""
         try:
             caller = await self._caller(request)
         except TinkerError as error:
@@ -194,7 +200,7 @@ class Extensions:
         return _event("done", {"sequences": sequences})
 
     async def download(self, request: Request) -> Response:
-        """A file behind a signed address; ranges work, so downloads can be resumed."""
+        """A file behind a signed address that some answer gave; ranges work, so downloads can be resumed."""
         name = request.path_params["name"]
         query = request.query_params
         try:

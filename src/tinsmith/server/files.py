@@ -6,9 +6,12 @@ Does not know: what is in a checkpoint.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from tinsmith.errors import InvalidInputError
@@ -17,6 +20,8 @@ from tinsmith.server.refusals import NotReadyError
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 SHOWN_CHARS = 200
 """Of a checkpoint's name in its directory's: file systems allow 255, and engines put something around it."""
+ROOM_S = 0.25
+"""How long room that was found is taken for granted; asking the file system costs as much as a small request."""
 _SAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -33,9 +38,11 @@ def check_name(name: str, field: str = "path") -> str:
 class Files:
     """Places under one directory."""
 
-    def __init__(self, root: Path, min_free_bytes: int) -> None:
+    def __init__(self, root: Path, min_free_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.root = root
         self._min_free_bytes = min_free_bytes
+        self._clock = clock
+        self._has_room_until = -math.inf
 
     def prepare(self) -> None:
         """Make the directories; only this user may look in."""
@@ -60,6 +67,9 @@ class Files:
 
     def check_room(self) -> None:
         """Refuse new work when the disk is nearly full; what was accepted is not touched."""
+        now = self._clock()
+        if now < self._has_room_until:
+            return
         free = self.free_bytes()
         if free < self._min_free_bytes:
             raise NotReadyError(
@@ -67,6 +77,7 @@ class Files:
                 "no new work is taken until there is room: delete checkpoints or make space",
                 retry_after_s=30,
             )
+        self._has_room_until = now + ROOM_S
 
     def free_bytes(self) -> int:
         return shutil.disk_usage(self.root).free

@@ -228,7 +228,8 @@ class Run:
     async def _rebuild(self) -> None:
         backend = self._runs.backend
         self.reason = f"loading {self.row.base_model}"
-        made = await backend.submit(self.origin.create)
+        is_new = self._create is not None
+        made = await backend.submit(self.origin.create if is_new else replace_id(self.origin.create))
         if self._create is not None:
             create, self._create = self._create, None
             self._runs.jobs.finish(create, made)

@@ -7,13 +7,14 @@ goes on after the next start. A second signal ends the process at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import uvicorn
@@ -59,21 +60,29 @@ async def _serve(config: ServerConfig, say: Callable[[str], None]) -> int:
     return 0
 
 
+class _Server(uvicorn.Server):
+    """Leaves signals alone: draining comes before the sockets close."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 async def _run(
     config: ServerConfig, services: Services, listener: socket.socket, key: str | None, say: Callable[[str], None]
 ) -> None:
-    server = uvicorn.Server(
+    server = _Server(
         uvicorn.Config(
             make_app(services),
             http=TimedHttpProtocol,
             log_config=None,
             access_log=False,
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(CLOSE_S),
         )
     )
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
     _handle_signals(server, services)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():

@@ -51,13 +51,13 @@ def logprobs(client, tokens):
 
 def memorise(service):
     client = service.create_lora_training_client(MODEL, rank=8, seed=1)
-    data = [fact(prompt, answer) for prompt, answer in zip(PROMPTS, ANSWERS)]
+    data = [fact(prompt, answer) for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
     losses = [step(client, data).metrics["loss:sum"]]
     early = client.save_weights_and_get_sampling_client()
     before = greedy(early, PROMPTS[0], 6)
     losses += [step(client, data).metrics["loss:sum"] for _ in range(40 if IS_QUICK else 25)]
     late = client.save_weights_and_get_sampling_client()
-    recalled = [greedy(late, prompt, 4) == answer for prompt, answer in zip(PROMPTS, ANSWERS)]
+    recalled = [greedy(late, prompt, 4) == answer for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
     return {
         "losses": [losses[0], losses[-1]],
         "recalled": recalled,

@@ -13,13 +13,13 @@ import jwt
 import pytest
 from support.in_process import BreakableStore, Clock, run
 
+from tinsmith.config import ServerConfig
 from tinsmith.errors import InvalidInputError, TinkerError
 from tinsmith.server.app import prepare_keys
 from tinsmith.server.auth import CACHE_S, ISSUER, Authenticator
 from tinsmith.server.identity import Caller
 from tinsmith.server.keys import caller_of, create_key, digest_of, installation_secret, is_usable, local_key
 from tinsmith.server.refusals import NotAllowedError, NotAuthenticatedError, NotReadyError
-from tinsmith.config import ServerConfig
 from tinsmith.store.base import statement
 from tinsmith.store.rows import KeyRow, OrgRow, ProjectRow, UserRow
 from tinsmith.store.sqlite import SqliteStore

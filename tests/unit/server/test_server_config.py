@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tinsmith.errors import TinkerError
 from tinsmith.config import ServerConfig, default_data_dir
+from tinsmith.errors import TinkerError
 
 
 def test_arguments_win_over_the_environment_over_the_file_over_defaults(tmp_path: Path) -> None:
