@@ -22,6 +22,7 @@ from support.in_process import (
 
 from tinsmith.errors import ConstraintError, InvalidInputError, LimitExceededError, StoreError, TinkerError, WireError
 from tinsmith.server import http_errors, refusals
+from tinsmith.server.files import Files
 from tinsmith.server.http import read_body, unpacked
 from tinsmith.server.openapi import openapi
 from tinsmith.server.traces import trace_of
@@ -254,10 +255,10 @@ def test_a_server_that_goes_down_or_has_no_room_takes_no_new_work_and_answers_fo
                 assert "retry-after" in answer.headers
             assert (await ann.post("forward_backward", forward_backward(model, 1))).json == promise.json
             server.services.is_draining = False
-            server.services.files._min_free_bytes = 2**62
+            server.services.files = Files(server.services.files.root, 2**62)
             assert "no new work is taken until there is room" in (await ann.post("create_session", {})).detail
             await ann.result(promise)
-            server.services.files._min_free_bytes = 1
+            server.services.files = Files(server.services.files.root, 1)
             await ann.result(await ann.post("optim_step", optim_step(model, 2)))  # its number was not closed
 
     run(scenario())

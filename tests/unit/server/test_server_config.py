@@ -107,7 +107,7 @@ def test_what_is_loopback(host: str, is_loopback: bool) -> None:
 
 def test_the_key_is_not_shown_and_every_setting_is_explained() -> None:
     assert "tml-secret" not in repr(ServerConfig(api_key="tml-secret-key"))
-    source = Path(__file__).parents[3].joinpath("src/tinsmith/server_config.py").read_text()
+    source = Path(__file__).parents[3].joinpath("src/tinsmith/config.py").read_text()
     for spec in dataclasses.fields(ServerConfig):
         _, _, behind = source.partition(f"    {spec.name}: ")
         assert behind.split("\n")[1].startswith('    """'), spec.name
