@@ -56,6 +56,32 @@ def test_odd_numbers_that_float32_has(value: float) -> None:
     assert found.dtype == np.float32
 
 
+@pytest.mark.parametrize("value", ["\ud800", 10**30, object(), {}, b"x" * 8])
+def test_what_cannot_even_be_encoded_is_named(value: Any) -> None:
+    if value == 10**30:
+        assert float_array([*[0.5] * 300, value], "x")[300] == np.float32(1e30)
+        return
+    with pytest.raises(InvalidInputError, match=r"^x\[300\]: expected a number"):
+        float_array([*[0.5] * 300, value], "x")
+    for values in ([*LONG[:300], value], [1, value]):
+        with pytest.raises(InvalidInputError, match=r": expected an integer"):
+            EncodedTextChunk(tokens=values)
+    with pytest.raises(InvalidInputError, match=r"^x\[1\]: expected a number"):
+        float_array([0.5, value], "x")
+
+
+@given(st.lists(st.floats(width=32) | st.integers(0, 9), min_size=1, max_size=20))
+def test_floats_come_out_as_they_went_in(some: list[float]) -> None:
+    values = some * 300
+    assert np.array_equal(float_array(values, "x"), np.array(values, np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("count", [255, 256, 65535, 65536, 70_000])
+def test_any_number_of_floats(count: int) -> None:
+    values = np.linspace(-1, 1, count).astype(np.float32)
+    assert np.array_equal(float_array(values.tolist(), "x"), values)
+
+
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), max_size=400))
 def test_integers_come_out_as_they_went_in(values: list[int]) -> None:
     assert int_array(values, "x").tolist() == values

@@ -34,7 +34,11 @@ _ORDER = "@" if sys.byteorder == "little" else "<"
 _FEW = 64
 """So many values are looked at one by one; more are left to msgspec."""
 _SHORT = 256
-"""Fewer token ids than this are checked faster by msgspec than by packing them."""
+"""Fewer numbers than this are checked faster by msgspec than by packing them."""
+_MARKED_FLOAT = np.dtype([("mark", "u1"), ("value", ">f8")])
+_FLOAT_MARK = 0xCB
+_NOT_NUMBERS = (msgspec.ValidationError, UnicodeEncodeError)
+"""What msgspec raises for a list that holds other things; the second for half of a surrogate pair."""
 
 
 def int_array(values: Any, where: str) -> Array:
@@ -53,11 +57,14 @@ def float_array(values: Any, where: str) -> Array:
         return _as_float32(values, where)
     if isinstance(values, (list, tuple)) and values and isinstance(values[0], (list, tuple, np.ndarray)):
         return _stack(values, where, float_array)
+    packed = _packed_floats(values) if isinstance(values, (list, tuple)) and len(values) >= _SHORT else None
+    if packed is not None:
+        return packed
     try:
         checked = msgspec.convert(values, list[float]) if isinstance(values, (list, tuple)) else None
         if checked is not None:
             return _float32_of(checked, where)
-    except msgspec.ValidationError:
+    except _NOT_NUMBERS:
         pass
     return _slow_float_array(values, where)
 
@@ -67,7 +74,7 @@ def token_ids(values: Any, where: str) -> list[int] | Array:
     if isinstance(values, (list, tuple)):
         try:
             return msgspec.convert(values, list[TokenId])
-        except msgspec.ValidationError:
+        except _NOT_NUMBERS:
             pass
     array = int_array(values, where)
     if array.ndim != 1:
@@ -134,9 +141,34 @@ def _packed(values: Sequence[Any]) -> Array | None:
             msgspec.convert(values, list[int])
         elif not all(type(values[i]) is int for i in doubtful.tolist()):
             return None
-    except (msgspec.ValidationError, struct.error):
+    except (*_NOT_NUMBERS, struct.error):
         return None
     return array
+
+
+def _packed_floats(values: Sequence[Any]) -> Array | None:
+    """A flat list of floats as float32; None where anything else is in it, or a number too large.
+
+    In msgpack each float is a mark and eight bytes. If there is such a mark where each of them should begin, then there
+    are only floats: the first one ends where the second begins, and so on.
+    """
+    count = len(values)
+    try:
+        encoded = _msgpack(values)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return None
+    start = 3 if count < 1 << 16 else 5
+    if len(encoded) != start + count * _MARKED_FLOAT.itemsize:
+        return None
+    marked = np.frombuffer(encoded, _MARKED_FLOAT, count, start)
+    if not (marked["mark"] == _FLOAT_MARK).all():
+        return None
+    with np.errstate(over="ignore"):
+        array = marked["value"].astype(_FLOAT32)
+    return None if np.isinf(array).any() else array
+
+
+_msgpack = msgspec.msgpack.Encoder().encode
 
 
 def _checked_int_array(values: Array, where: str) -> Array:
