@@ -97,7 +97,7 @@ class Reference:
 
 
 def randomized(adapter: LoraAdapter, seed: int = 1, size: float = 0.5) -> LoraAdapter:
-    """The adapter with B no longer zero, so that every gradient counts; it adds the same whatever alpha / rank is."""
+    """The adapter with B no longer zero, so that every gradient counts; the rank does not change how much it adds."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in adapter.parameters().items():
         if "lora_B" in name:

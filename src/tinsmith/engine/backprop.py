@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import embedding, linear, silu
 
-from tinsmith.engine.lora import LoraAdapter, LoraGroup, LoraGroups
+from tinsmith.engine.lora import GROUPS, LoraAdapter, LoraGroup, LoraGroups
 from tinsmith.engine.models.attention import PackedAttention
+from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.models.decoder import Decoder, Layer, Linear
 from tinsmith.engine.models.rope import rotate
 
@@ -143,6 +144,7 @@ class TrainingPass:
         if config.has_rope(index):
             assert self._angles is not None
             heads_THC = rotate(heads_THC, *self._angles)
+            v_TKC = v_TKC.clone() if raw_THC is None else v_TKC  # a view would keep the queries and keys of before
         q_THC, k_TKC = heads_THC[:, : config.num_heads], heads_THC[:, config.num_heads :]
         return raw_THC, (q_THC.detach(), k_TKC.detach(), v_TKC.detach())
 
@@ -214,6 +216,15 @@ class TrainingPass:
             scale_TH1 = _norm_scale(tape.heads_THC, config.norm_eps)
             heads_THC = _norm_backward(heads_THC, tape.heads_THC, scale_TH1, norm_HC)
         return torch.cat((heads_THC, grads[2]), dim=1).flatten(1)
+
+
+def recorded_bytes(config: ModelConfig, rank: int, dtype: torch.dtype) -> int:
+    """Bytes that `forward` keeps for each token, at most: what decides how many tokens can be recorded."""
+    projected = config.query_size + 2 * config.kv_size
+    attention = projected * (2 if config.has_qk_norm else 1) + 2 * config.query_size + config.num_heads
+    modules = sum(len(modules) for modules in GROUPS.values())
+    per_layer = 2 * (config.hidden_size + 1) + attention + 2 * config.intermediate_size + modules * rank
+    return dtype.itemsize * config.num_layers * per_layer
 
 
 def _norm_scale(x_TD: torch.Tensor, eps: float) -> torch.Tensor:

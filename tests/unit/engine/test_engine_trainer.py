@@ -10,9 +10,11 @@ import pytest
 import torch
 from support.model_reference import Reference, randomized
 
+from tinsmith.engine.backprop import TrainingPass, recorded_bytes
 from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.losses import LOSSES
 from tinsmith.engine.losses.base import Evaluation
+from tinsmith.engine.models.attention import PackedAttention
 from tinsmith.engine.models.decoder import Decoder
 from tinsmith.engine.trainer import Trainer
 from tinsmith.wire.inputs import Datum, ModelInput
@@ -165,6 +167,30 @@ def test_checkpointing_gives_the_same_bits(tiny: Callable[..., Any]) -> None:
     assert_same_bits(kept.gradients(), again.gradients())
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_what_a_pass_keeps_is_known_before(family: str, tiny: Callable[..., Any]) -> None:
+    decoder = tiny(family).decoder
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    adapter = randomized(LoraAdapter(decoder.config, 4, seed=0))
+    layers = TrainingPass(decoder, adapter, PackedAttention(decoder.config, [30, 34]))
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        layers.forward(torch.arange(64))
+    for tape in layers._tapes:
+        assert not isinstance(tape, torch.Tensor)
+        for slot in tape.__slots__:
+            value = getattr(tape, slot)
+            for tensor in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]:
+                if tensor is not None:
+                    note(tensor)
+    told = 64 * recorded_bytes(decoder.config, 4, torch.float32)
+    assert 0.8 * told <= sum(kept.values()) <= told
+
+
 def assert_same_bits(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> None:
     assert list(first) == list(second)
     for name, tensor in first.items():
@@ -250,8 +276,6 @@ def base_weights(decoder: Decoder) -> list[torch.Tensor]:
 
 
 def test_logprobs_are_those_of_the_forward_pass_that_samplers_use(tiny: Callable[..., Any]) -> None:
-    from tinsmith.engine.models.attention import PackedAttention
-
     decoder = tiny("qwen3").decoder
     adapter = randomized(LoraAdapter(decoder.config, 2, 0))
     (datum,) = make_data([30])
