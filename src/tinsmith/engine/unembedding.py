@@ -55,13 +55,14 @@ class Unembedding:
             rows = slice(start, min(start + len(buffer_NV), len(hidden_TD)))
             hidden_ND, targets_NK = hidden_TD[rows], targets_TK[rows]
             logits_NV = self.decoder.unembed(hidden_ND, self.adapter, out_TV=buffer_NV[: len(hidden_ND)])
-            logprobs_TK[rows] = logprobs_NK = _softmax_(logits_NV, targets_NK)
+            logprobs_NK, sum_N1 = _exponentials_(logits_NV, targets_NK)
+            logprobs_TK[rows] = logprobs_NK
             gradient_NK = gradient_of(rows, logprobs_NK)
             if gradient_NK is None or not bool(gradient_NK.any()):
                 continue
             if hidden_grad_TD is None:
                 hidden_grad_TD = torch.zeros_like(hidden_TD)
-            hidden_grad_TD[rows] = self._chunk_backward(hidden_ND, targets_NK, logits_NV, gradient_NK, grads)
+            hidden_grad_TD[rows] = self._chunk_backward(hidden_ND, targets_NK, logits_NV, sum_N1, gradient_NK, grads)
         return logprobs_TK, hidden_grad_TD
 
     def backward(
@@ -87,28 +88,30 @@ class Unembedding:
         self,
         hidden_ND: torch.Tensor,
         targets_NK: torch.Tensor,
-        probabilities_NV: torch.Tensor,
+        exponentials_NV: torch.Tensor,
+        sum_N1: torch.Tensor,
         gradient_NK: torch.Tensor,
         grads: LoraGroups | None,
     ) -> torch.Tensor:
-        """A chunk's gradient at its hidden states; overwrites the probabilities."""
+        """A chunk's gradient at its hidden states; overwrites the exponentials."""
+        rows = hidden_ND, targets_NK, exponentials_NV, sum_N1, gradient_NK
         active_M = gradient_NK.ne(0).any(dim=1).nonzero().squeeze(1)
         if len(active_M) == len(hidden_ND):
-            return self._rows_backward(hidden_ND, targets_NK, probabilities_NV, gradient_NK, grads)
-        part_MD = self._rows_backward(
-            hidden_ND[active_M], targets_NK[active_M], probabilities_NV[active_M], gradient_NK[active_M], grads
-        )
+            return self._rows_backward(*rows, grads)
+        hidden_MD, targets_MK, exponentials_MV, sum_M1, gradient_MK = (tensor[active_M] for tensor in rows)
+        part_MD = self._rows_backward(hidden_MD, targets_MK, exponentials_MV, sum_M1, gradient_MK, grads)
         return torch.zeros_like(hidden_ND).index_copy_(0, active_M, part_MD)
 
     def _rows_backward(
         self,
         hidden_ND: torch.Tensor,
         targets_NK: torch.Tensor,
-        probabilities_NV: torch.Tensor,
+        exponentials_NV: torch.Tensor,
+        sum_N1: torch.Tensor,
         gradient_NK: torch.Tensor,
         grads: LoraGroups | None,
     ) -> torch.Tensor:
-        logits_grad_NV = probabilities_NV.mul_(-gradient_NK.sum(dim=1, keepdim=True))
+        logits_grad_NV = exponentials_NV.mul_(gradient_NK.sum(dim=1, keepdim=True).div_(sum_N1).neg_())
         logits_grad_NV.scatter_add_(1, targets_NK, gradient_NK)
         weight_VD = self.decoder.unembedding_VD
         hidden_grad_ND = logits_grad_NV.to(weight_VD.dtype) @ weight_VD
@@ -124,10 +127,9 @@ class Unembedding:
         return hidden_grad_ND.add_(low_grad_NR @ A_RD)
 
 
-def _softmax_(logits_NV: torch.Tensor, targets_NK: torch.Tensor) -> torch.Tensor:
-    """Turn logits into probabilities in place; returns the logprobs of the targets."""
+def _exponentials_(logits_NV: torch.Tensor, targets_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs of the targets, and the sum of each row of exp(logit - largest), into which the logits are turned."""
     chosen_NK = logits_NV.gather(1, targets_NK)
     largest_N1 = logits_NV.amax(dim=1, keepdim=True)
     sum_N1 = logits_NV.sub_(largest_N1).exp_().sum(dim=1, keepdim=True)
-    logits_NV.div_(sum_N1)
-    return chosen_NK.sub_(largest_N1).sub_(sum_N1.log())
+    return chosen_NK.sub_(largest_N1).sub_(sum_N1.log()), sum_N1

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tinsmith.engine.models.decoder import Decoder
 from tinsmith.engine.models.load import load_model
@@ -19,6 +20,15 @@ from tinsmith.engine.models.tiny import make_tiny
 class Tiny:
     directory: Path
     decoder: Decoder
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from several threads, and waiting for each other costs much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

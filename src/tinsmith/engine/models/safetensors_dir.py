@@ -30,11 +30,11 @@ class SafetensorsDirectory:
         self._check()
 
     def read(self, name: str) -> torch.Tensor:
-        """A weight by its Hugging Face name."""
+        """A weight by its Hugging Face name, in memory of its own: a view would keep the whole file mapped."""
         path = self.directory / self._file_of[name]
         try:
             with safe_open(path, framework="pt") as opened:
-                tensor: torch.Tensor = opened.get_tensor(name)
+                tensor: torch.Tensor = opened.get_tensor(name).clone()
         except (OSError, SafetensorError) as error:
             raise InvalidInputError(f"{path}: {name} cannot be read ({error}); download the file again") from error
         return tensor
