@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from tinsmith.engine.models.config import ModelConfig
 from tinsmith.errors import InvalidInputError
@@ -95,6 +96,8 @@ class _Tiles:
     owners_P: torch.Tensor
     slots_P: torch.Tensor | None
     """Where a pair belongs in S * W (S * W itself: nowhere); None when they are in that order."""
+    sources_P: torch.Tensor
+    """The same, with any place for those that belong nowhere."""
     width: int
     last_ST: torch.Tensor
     """Position of each token of each tile."""
@@ -111,6 +114,7 @@ class BlockAttention:
         size = cache.block_size
         places = [(new.blocks[p // size], p % size) for new in batch for p in range(new.start, new.start + new.count)]
         self._block_T, self._slot_T = torch.tensor(places, device=self._device).unbind(1)
+        self._nothing = torch.empty(1, 1, 1, device=self._device, dtype=cache.keys_LNKCB.dtype)
         self._tiles = self._plan(batch)
         self._masks: dict[tuple[int, int | None], torch.Tensor] = {}
 
@@ -118,12 +122,11 @@ class BlockAttention:
         keys_NKCB, values_NKBC = self._cache.keys_LNKCB[layer], self._cache.values_LNKBC[layer]
         keys_NKCB[self._block_T, :, :, self._slot_T] = k_TKC
         values_NKBC[self._block_T, :, self._slot_T] = v_TKC
-        scaled_THC = q_THC * self._config.head_dim**-0.5
         if len(self._tiles) == 1 and isinstance(self._tiles[0].rows, slice):
-            return self._attend(0, layer, scaled_THC)
-        out_THC = torch.empty_like(scaled_THC)
+            return self._attend(0, layer, q_THC)
+        out_THC = torch.empty_like(q_THC, memory_format=torch.contiguous_format)
         for number, tiles in enumerate(self._tiles):
-            out_THC[tiles.rows] = self._attend(number, layer, scaled_THC[tiles.rows])
+            out_THC[tiles.rows] = self._attend(number, layer, q_THC[tiles.rows])
         return out_THC
 
     def _attend(self, number: int, layer: int, q_THC: torch.Tensor) -> torch.Tensor:
@@ -136,7 +139,13 @@ class BlockAttention:
         keys = self._blocks(self._cache.keys_LNKCB[layer], tiles)
         is_plain = tiles.width == 1 and tiles.slots_P is None
         q_PKRC = q_SKRC if is_plain else q_SKRC.index_select(0, tiles.owners_P)
-        scores = torch.bmm(q_PKRC.reshape(-1, rows, head_dim), keys.view(-1, head_dim, size))
+        scores = torch.baddbmm(
+            self._nothing,
+            q_PKRC.reshape(-1, rows, head_dim),
+            keys.view(-1, head_dim, size),
+            beta=0,
+            alpha=head_dim**-0.5,
+        )
         scores_SKRT = _joined(scores.view(pairs, kv_heads, rows, size), tiles)
         scores_SKRT = scores_SKRT.masked_fill_(self._mask(number, layer, rows), float("-inf"))
         probs = _parted(scores_SKRT.softmax(dim=-1), tiles, size)
@@ -144,18 +153,21 @@ class BlockAttention:
         out = torch.bmm(probs.view(-1, rows, size), values.view(-1, size, head_dim))
         out_SKRC = _summed(out.view(pairs, kv_heads, rows, head_dim), tiles)
         used_SKRC = out_SKRC[:, :, : tiles.tokens * self._groups]
+        if tiles.tokens == 1:
+            return used_SKRC.reshape(-1, config.num_heads, head_dim)
         out_SKTGC = used_SKRC.reshape(tiles.count, kv_heads, tiles.tokens, self._groups, head_dim)
         return out_SKTGC.transpose(1, 2).reshape(-1, config.num_heads, head_dim)
 
     def _query_rows(self, tiles: _Tiles, q_THC: torch.Tensor) -> torch.Tensor:
         """q_SKRC: a tile's tokens and the heads that share keys as rows, filled up to a multiple of four."""
         kv_heads, groups, head_dim = self._config.num_kv_heads, self._groups, self._config.head_dim
-        q_STKGC = q_THC.reshape(tiles.count, tiles.tokens, kv_heads, groups, head_dim)
-        used = tiles.tokens * groups
-        rows = -(-used // _ROW_MULTIPLE) * _ROW_MULTIPLE
-        q_SKRC = torch.zeros(tiles.count, kv_heads, rows, head_dim, device=q_THC.device, dtype=q_THC.dtype)
-        q_SKRC[:, :, :used] = q_STKGC.transpose(1, 2).flatten(2, 3)
-        return q_SKRC
+        if tiles.tokens == 1:
+            q_SKRC = q_THC.view(tiles.count, kv_heads, groups, head_dim)
+        else:
+            q_STKGC = q_THC.view(tiles.count, tiles.tokens, kv_heads, groups, head_dim)
+            q_SKRC = q_STKGC.transpose(1, 2).flatten(2, 3)
+        missing = -q_SKRC.shape[2] % _ROW_MULTIPLE
+        return pad(q_SKRC, (0, 0, 0, missing)) if missing else q_SKRC
 
     def _blocks(self, cached_NX: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
         count = len(tiles.blocks_P)
@@ -208,6 +220,7 @@ class BlockAttention:
             first_block=pairs[0].block if spanned else None,
             owners_P=torch.tensor([pair.owner for pair in pairs], device=device),
             slots_P=None if slots == list(range(width * len(tiles))) else torch.tensor(slots, device=device),
+            sources_P=torch.tensor([min(slot, width * len(tiles) - 1) for slot in slots], device=device),
             width=width,
             last_ST=torch.tensor([[tile.start + t for t in range(tokens)] for tile in tiles], device=device),
         )
@@ -249,7 +262,7 @@ def _parted(probs_SKRT: torch.Tensor, tiles: _Tiles, size: int) -> torch.Tensor:
         parts = probs_SKRT.view(*probs_SKRT.shape[:3], tiles.width, size).permute(0, 3, 1, 2, 4).flatten(0, 1)
     if tiles.slots_P is None:
         return parts.contiguous()
-    return parts.index_select(0, tiles.slots_P.clamp(max=len(parts) - 1))
+    return parts.index_select(0, tiles.sources_P)
 
 
 def _summed(out_PKRC: torch.Tensor, tiles: _Tiles) -> torch.Tensor:

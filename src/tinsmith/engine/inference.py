@@ -15,7 +15,6 @@ import torch
 from torch.nn.functional import embedding, silu
 
 from tinsmith.engine.models.decoder import Attend, Decoder, Layer, Linear, rms_norm
-from tinsmith.engine.models.rope import rotate
 from tinsmith.engine.packed_linear import InferenceLinear, inference_linear
 from tinsmith.engine.row_adapters import LM_HEAD, NO_ADAPTERS, RowAdapters
 
@@ -51,7 +50,7 @@ class InferenceDecoder:
         """hidden_TD after the final norm."""
         eps = self.config.norm_eps
         x_TD = embedding(tokens_T, self._embedding_VD)
-        angles = self._rope.angles(positions_T)
+        angles = _signed(*self._rope.angles(positions_T))
         for index, layer in enumerate(self._layers):
             normed_TD = rms_norm(x_TD, layer.weights.input_norm_D, eps)
             q_THC, k_TKC, v_TKC = self._queries_keys_values(index, layer, normed_TD, angles, adapters)
@@ -89,7 +88,7 @@ class InferenceDecoder:
             k_TKC = rms_norm(turned_THC[:, config.num_heads :], weights.key_norm_C, config.norm_eps)
             turned_THC = torch.cat((q_THC, k_TKC), dim=1)
         if config.has_rope(index):
-            turned_THC = rotate(turned_THC, *angles)
+            turned_THC = _rotated(turned_THC, *angles)
         return turned_THC[:, : config.num_heads], turned_THC[:, config.num_heads :], v_TKC
 
     def _mlp(self, index: int, layer: _Layer, normed_TD: torch.Tensor, adapters: RowAdapters) -> torch.Tensor:
@@ -100,6 +99,18 @@ class InferenceDecoder:
         y_TD = layer.down(active_TI)
         adapters.apply(index, "down", active_TI, y_TD)
         return y_TD
+
+
+def _signed(cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos_T1C and sin_T1C for `_rotated`."""
+    return torch.cat((cos_T1F, cos_T1F), dim=2), torch.cat((-sin_T1F, sin_T1F), dim=2)
+
+
+def _rotated(x_THC: torch.Tensor, cos_T1C: torch.Tensor, sin_T1C: torch.Tensor) -> torch.Tensor:
+    """The rotation of `models.rope` in fewer operations, with the same roundings."""
+    first_THF, second_THF = x_THC.chunk(2, dim=2)
+    swapped_THC = torch.cat((second_THF, first_THF), dim=2)
+    return (x_THC * cos_T1C).add_(swapped_THC.mul_(sin_T1C))
 
 
 def _prepared(layer: Layer) -> _Layer:

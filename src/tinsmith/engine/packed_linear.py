@@ -2,8 +2,9 @@
 
 Owns: the choice of kernel. On a CPU in float32 the weights are copied into oneDNN's blocked layout, which is up to
 twice as fast as a plain product for 4 to 32 rows, and whose result for a row does not depend on the number of rows:
-that is what makes a sample independent of its batch. Elsewhere the plain product is used, and rows of different
-batches agree to rounding only. Does not know: models, autograd (these weights are never trained).
+that is what makes a sample independent of its batch. Elsewhere the plain product is used, and rows of different batches
+agree to rounding only.
+Does not know: models, autograd (these weights are never trained).
 
 Shapes: T rows, D inputs, E outputs.
 """
