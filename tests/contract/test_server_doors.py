@@ -1,7 +1,7 @@
 """Every door of the server, tried with every kind of key that must not open it.
 
-The walk goes over the whole route table and our own endpoints. What belongs to a stranger must read exactly as what does
-not exist; secrets must be nowhere but in the hands of their holders.
+The walk goes over the whole route table and our own endpoints. What belongs to a stranger must read exactly as what
+does not exist; secrets must be nowhere but in the hands of their holders.
 """
 
 from __future__ import annotations
