@@ -148,6 +148,9 @@ async def submit_training(services: Services, call: Call, kind: str, prepare: Pr
         prepared = await prepare(run)
     except (InvalidInputError, WireError, UnknownResourceError) as error:
         if number is not None:
+            twin = await services.jobs.known(model_id, number)
+            if twin is not None and (twin.kind, twin.digest) == (kind, digest) and twin.state != "refused":
+                return promise(twin.request_id, model_id)  # it came twice at once, and took its own name away
             await services.jobs.refuse(draft, str(_explained(call, error)))
             run.close_number(number)
         raise _explained(call, error) from None
