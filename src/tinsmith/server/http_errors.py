@@ -57,7 +57,9 @@ def body_of(error: TinkerError) -> bytes:
 
 
 def headers_of(error: TinkerError) -> dict[str, str]:
-    """When to come back, for errors that pass."""
+    """When to come back, for errors that pass; a client that dawdles loses its connection."""
+    if isinstance(error, SlowBodyError):
+        return {"connection": "close"}
     if not isinstance(error, (OverLimitError, NotReadyError)):
         return {}
     seconds = max(0.0, error.retry_after_s)

@@ -1,23 +1,30 @@
-"""Connections that may not dawdle: a client that has not sent its whole request head in time is cut off."""
+"""Connections that may not dawdle: a client whose request head does not come in time, or is too large, is told and cut
+off. Bodies are bounded in `http`.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_S = 15.0
-"""From the first byte of a request to the end of its head."""
+"""From the first byte of a request to the end of its head; a new connection has as long to begin."""
 MAX_HEAD_BYTES = 64 * 1024
+
+_END = b"\r\n\r\n"
 
 
 class TimedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with a clock on request heads, and a bound on their size."""
+    """uvicorn's protocol with a clock on request heads, a bound on their size, and refusals in JSON."""
 
     head_s = HEAD_S
+    max_head_bytes = MAX_HEAD_BYTES
     _timer: asyncio.TimerHandle | None = None
+    _is_in_head = True
     _head_bytes = 0
+    _tail = b""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -28,36 +35,57 @@ class TimedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._timer is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES + self._body_allowance(data):
-                self._cut()
-                return
+        if self._is_in_head and self._is_too_large(data):
+            self._refuse(
+                b"431 Request Header Fields Too Large",
+                "head_too_large",
+                f"the request's head has more than {self.max_head_bytes} bytes",
+            )
+            return
         super().data_received(data)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = 0
         if self._timer is None:
             self._start_timer()
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
+        self._is_in_head, self._head_bytes, self._tail = False, 0, b""
         super().on_headers_complete()
 
-    def _body_allowance(self, data: bytes) -> int:
-        """The last piece may carry the beginning of a body, which is not counted."""
-        return len(data)
+    def on_message_complete(self) -> None:
+        self._is_in_head = True
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request", "bad_http", msg)
+
+    def _is_too_large(self, data: bytes) -> bool:
+        """Counts what belongs to the head; the last piece may carry the beginning of a body."""
+        seen = self._tail + data
+        end = seen.find(_END)
+        self._head_bytes += len(data) if end < 0 else max(0, end - len(self._tail))
+        self._tail = seen[-len(_END) + 1 :]
+        return self._head_bytes > self.max_head_bytes
 
     def _start_timer(self) -> None:
-        self._timer = self.loop.call_later(self.head_s, self._cut)
+        self._timer = self.loop.call_later(self.head_s, self._give_up)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _cut(self, *_: Any) -> None:
+    def _give_up(self) -> None:
+        self._refuse(b"408 Request Timeout", "slow_head", f"the request's head did not come within {self.head_s:g} s")
+
+    def _refuse(self, status: bytes, code: str, detail: str) -> None:
+        """Answer without the application, and close."""
         self._stop_timer()
-        if self.transport is not None and not self.transport.is_closing():
-            self.transport.close()
+        if self.transport is None or self.transport.is_closing():
+            return
+        body = msgspec.json.encode({"detail": detail, "code": code})
+        head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+        self.transport.write(head % (status, len(body)) + body)
+        self.transport.close()

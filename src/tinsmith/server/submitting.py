@@ -7,14 +7,17 @@ Does not know: what the requests ask for.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import json
+import math
+import re
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
 from tinsmith.engine.base import AnyJob
-from tinsmith.errors import InvalidInputError, WireError
+from tinsmith.errors import InvalidInputError, TinkerError, WireError
 from tinsmith.server.calls import Answer, Call, reply
 from tinsmith.server.jobs import same_request
 from tinsmith.server.refusals import NotReadyError, OverLimitError, UnknownResourceError
@@ -24,6 +27,7 @@ from tinsmith.server.work import Draft, digest_of
 from tinsmith.store.base import Statement
 from tinsmith.wire import protobuf
 from tinsmith.wire.futures import UntypedAPIFuture
+from tinsmith.wire.message import describe, field_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,11 @@ class Prepared:
 Prepare = Callable[[Run], Awaitable[Prepared]]
 
 
+MAX_LOOSE_BYTES = 8 * 1024 * 1024
+"""Bodies that are not JSON are looked at a second time up to this size: Python reads them slowly."""
+_NOT_JSON = re.compile(rb"\b(?:NaN|Infinity)\b")
+
+
 class _Numbers(msgspec.Struct):
     model_id: str = ""
     seq_id: int | None = None
@@ -50,17 +59,66 @@ def numbers_of(call: Call) -> tuple[str, int | None]:
     """The model and number of a request, also where the rest of it cannot be read; 0 means none was given."""
     if call.is_protobuf:
         model_id, seq = "", 0
-        for number, kind, value in protobuf.read_fields(memoryview(call.body), call.route.name):
-            if number == 1:
-                model_id = protobuf.as_text(value, kind, "model_id")
-            elif number == 2:
-                seq = protobuf.as_int(value, kind, "seq_id", 32)
+        try:
+            for number, kind, value in protobuf.read_fields(memoryview(call.body), call.route.name):
+                if number == 1:
+                    model_id = protobuf.as_text(value, kind, "model_id")
+                elif number == 2:
+                    seq = protobuf.as_int(value, kind, "seq_id", 32)
+        except WireError:
+            if not model_id or not seq:
+                raise
         return model_id, seq or None
     try:
         numbers = msgspec.json.decode(call.body or b"{}", type=_Numbers)
-    except (msgspec.DecodeError, msgspec.ValidationError, UnicodeDecodeError) as error:
+    except msgspec.ValidationError as error:
+        raise WireError(f"{call.route.name}: {describe(error)}", field=field_of(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return _loose_numbers(call, error)
+    except RecursionError:
+        raise WireError(f"{call.route.name}: the JSON is nested too deeply") from None
+    return numbers.model_id, numbers.seq_id or None
+
+
+def _loose_numbers(call: Call, error: Exception) -> tuple[str, int | None]:
+    """The same of a body that holds NaN or Infinity, which some clients write and JSON does not have."""
+    try:
+        numbers = msgspec.convert(_loosely(call.body), _Numbers)
+    except (ValueError, RecursionError):
         raise WireError(f"{call.route.name}: {error}") from None
     return numbers.model_id, numbers.seq_id or None
+
+
+def _explained(call: Call, error: TinkerError) -> TinkerError:
+    """Where the number is that JSON does not have, if that is why a body cannot be read."""
+    if call.is_protobuf or not isinstance(error, WireError) or not _NOT_JSON.search(call.body):
+        return error
+    try:
+        where = _not_finite(_loosely(call.body), "")
+    except (ValueError, RecursionError):
+        return error
+    if where is None:
+        return error
+    text = f"{where}: is NaN or infinite, which JSON does not have; only finite numbers are allowed"
+    return WireError(text, field=where)
+
+
+def _loosely(body: bytes) -> Any:
+    if len(body) > MAX_LOOSE_BYTES:
+        raise ValueError("too large for a second look")
+    return json.loads(body)
+
+
+def _not_finite(value: Any, where: str) -> str | None:
+    """The place of the first number that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return where
+    items: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        items = ((f"{where}.{key}" if where else key, item) for key, item in value.items())
+    elif isinstance(value, list):
+        items = ((f"{where}[{index}]", item) for index, item in enumerate(value))
+    return next((found for place, item in items if (found := _not_finite(item, place)) is not None), None)
 
 
 async def submit_training(services: Services, call: Call, kind: str, prepare: Prepare) -> Answer:
@@ -90,9 +148,12 @@ async def submit_training(services: Services, call: Call, kind: str, prepare: Pr
         prepared = await prepare(run)
     except (InvalidInputError, WireError, UnknownResourceError) as error:
         if number is not None:
-            await services.jobs.refuse(draft, str(error))
+            twin = await services.jobs.known(model_id, number)
+            if twin is not None and (twin.kind, twin.digest) == (kind, digest) and twin.state != "refused":
+                return promise(twin.request_id, model_id)  # it came twice at once, and took its own name away
+            await services.jobs.refuse(draft, str(_explained(call, error)))
             run.close_number(number)
-        raise
+        raise _explained(call, error) from None
     if number is None:
         draft = replace(draft, seq=run.lane.allot())
     try:

@@ -465,3 +465,17 @@ def test_two_models_of_one_server_do_not_wait_for_one_another(tmp_path: Path) ->
             assert server.backend.epoch_of(BASE) == 1
 
     run(scenario())
+
+
+def test_a_save_that_is_sent_twice_at_once_is_made_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann, _, model = await begun(server)
+            message = {"model_id": model, "seq_id": 1, "path": "one"}
+            answers = await asyncio.gather(*(ann.post("save_weights", message) for _ in range(4)))
+            assert {answer.status for answer in answers} == {200}
+            assert len({answer.json["request_id"] for answer in answers}) == 1
+            await ann.result(answers[0])
+            assert server.backend.kinds() == ["create_model", "save_state"]
+
+    run(scenario())

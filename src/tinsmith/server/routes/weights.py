@@ -293,9 +293,14 @@ async def copy_weights(services: Services, call: Call) -> Answer:
     now = services.clock()
     session, statements = await _copy_target(services, call, request, now)
     model_id = f"{session.session_id}:train:{request.model_seq_id or 0}"
+    path = wire.tinker_path(model_id, source.kind, source.name)
+    taken = await services.store.read(CheckpointRow, "checkpoint", path=path)
+    if taken and taken[0].digest == source.digest:
+        return reply(wire.CopyWeightsResponse(tinker_path=path))
+    if taken or path in services.saving:
+        raise InvalidInputError(f"source_path: {path} exists already; copy to another number", field="source_path")
     directory = services.files.checkpoint(model_id, source.kind, source.name, secrets.token_hex(8))
     await asyncio.to_thread(link_tree, Path(source.directory), directory)
-    path = wire.tinker_path(model_id, source.kind, source.name)
     owner = {"org_id": session.org_id, "user_id": session.user_id, "project_id": session.project_id}
     model = ModelRow(
         model_id=model_id,
