@@ -34,6 +34,7 @@ from tinsmith.server.metrics import Metrics
 from tinsmith.server.promises import Broker
 from tinsmith.server.recovery import recover
 from tinsmith.server.refusals import NotReadyError
+from tinsmith.server.request_ids import RequestIds
 from tinsmith.server.routes import administration, futures, runs, sampling, service, sessions, training, weights
 from tinsmith.server.runs import Runs
 from tinsmith.server.samples import Samples
@@ -111,7 +112,7 @@ def make_services(
     def on_end(work: Work) -> None:
         saving.discard(work.context.get("path", ""))
 
-    jobs = Jobs(store, broker, finishers, clock=clock, on_end=on_end)  # type: ignore[arg-type]
+    jobs = Jobs(store, broker, finishers, clock=clock, new_id=RequestIds(), on_end=on_end)  # type: ignore[arg-type]
     services = Services(
         config=config,
         store=store,

@@ -92,9 +92,9 @@ class Authenticator:
                 issuer=ISSUER,
                 options={"require": ["exp", "kid"], "verify_exp": False, "verify_iat": False},
             )
-        except jwt.InvalidTokenError as error:
+            return float(claims["exp"]), int(claims["kid"])
+        except (jwt.InvalidTokenError, ValueError, TypeError) as error:
             raise NotAuthenticatedError(f"the token is not valid here ({error}); get a new one by auth/token") from None
-        return float(claims["exp"]), int(claims["kid"])
 
     async def _by_digest(self, digest: str) -> Caller:
         return await self._cached(digest, "key_by_digest", digest=digest)

@@ -18,8 +18,6 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.refusals import NotReadyError
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
-ROOM_S = 0.25
-"""How long room that was found is taken for granted; asking the file system costs as much as a small request."""
 _SAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -31,6 +29,10 @@ def check_name(name: str, field: str = "path") -> str:
             field=field,
         )
     return name
+
+
+ROOM_S = 0.25
+"""How long room that was found is taken for granted; asking the file system costs as much as a small request."""
 
 
 class Files:

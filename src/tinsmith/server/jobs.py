@@ -30,22 +30,11 @@ logger = logging.getLogger(__name__)
 STORE_RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Pauses while a result cannot be written; the last one repeats. The result is in memory meanwhile."""
 
-ID_BYTES = 16
 Enqueue = Callable[[Work], None]
 
 
-class RequestIds:
-    """Ids that cannot be guessed. Random bytes are fetched for many at once: each fetch hands over Python's lock."""
-
-    def __init__(self, fetch: Callable[[int], bytes] = secrets.token_bytes) -> None:
-        self._fetch = fetch
-        self._left = b""
-
-    def __call__(self) -> str:
-        if not self._left:
-            self._left = self._fetch(256 * ID_BYTES)
-        made, self._left = self._left[:ID_BYTES], self._left[ID_BYTES:]
-        return made.hex()
+def new_request_id() -> str:
+    return secrets.token_hex(16)
 
 
 class Jobs:
@@ -58,14 +47,14 @@ class Jobs:
         finishers: Mapping[str, Finisher],
         *,
         clock: Callable[[], float] = time.time,
-        new_id: Callable[[], str] | None = None,
+        new_id: Callable[[], str] = new_request_id,
         on_end: Callable[[Work], None] | None = None,
     ) -> None:
         self._store = store
         self._broker = broker
         self._finishers = finishers
         self._clock = clock
-        self._new_id = new_id or RequestIds()
+        self._new_id = new_id
         self._on_end = on_end
         self._accepting: dict[tuple[str, int], asyncio.Future[JobRow]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
