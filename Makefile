@@ -22,10 +22,11 @@ test: setup ## Everything: what check does, the contract tests against the offic
 	@.venv/bin/mypy
 	@$(PY) -m pytest -q tests
 
-bench: setup ## Benchmarks, each beside the official SDK in the same run
+bench: setup ## Benchmarks: wire and client beside the official SDK, server beside FastAPI, in the same run
 	@tools/official
 	@$(PY) bench/wire.py
 	@$(PY) bench/sdk.py
+	@$(PY) bench/server.py
 
 lines: ## Lines of code per sub-package, with the change against main
 	@tools/lines
