@@ -26,10 +26,11 @@ test: setup ## Everything: what check does, the contract tests against the offic
 demo: setup ## From nothing to a tuned model on this machine, with a report in tinsmith-demo/
 	@.venv/bin/tinsmith demo
 
-bench: setup ## Benchmarks: wire and SDK beside the official SDK in the same run, and the store
+bench: setup ## Benchmarks: wire and client beside the official SDK, server beside FastAPI, engine beside PEFT, the store
 	@tools/official
 	@$(PY) bench/wire.py
 	@$(PY) bench/sdk.py
+	@$(PY) bench/server.py
 	@$(PY) bench/store.py
 
 lines: ## Lines of code per sub-package, with the change against main

@@ -189,3 +189,14 @@ def test_byte_estimates() -> None:
     assert EncodedTextChunk(tokens=np.arange(3)).estimated_bytes == 12
     assert DmelChunk(dmel=DMEL).estimated_bytes == len(DMEL)
     assert ImageAssetPointerChunk(location="s3://x", format="png").estimated_bytes == 6
+
+
+@pytest.mark.parametrize("length", [1, 3, 5000])
+@pytest.mark.parametrize("make", [list, np.array])
+def test_bounds_are_the_smallest_and_the_largest_token(length: int, make: Any) -> None:
+    tokens = [(7 * place + 3) % 5003 for place in range(length)]
+    assert EncodedTextChunk(tokens=make(tokens)).bounds == (min(tokens), max(tokens))
+
+
+def test_no_tokens_have_no_bounds() -> None:
+    assert EncodedTextChunk(tokens=[]).bounds is None

@@ -38,6 +38,7 @@ from tinsmith.server.metrics import Metrics
 from tinsmith.server.promises import Broker
 from tinsmith.server.recovery import recover
 from tinsmith.server.refusals import NotReadyError, UnknownResourceError
+from tinsmith.server.request_ids import RequestIds
 from tinsmith.server.routes import administration, futures, runs, sampling, service, sessions, training, weights
 from tinsmith.server.runs import Runs
 from tinsmith.server.samples import Samples
@@ -118,7 +119,7 @@ def make_services(
         saving.discard(work.context.get("path", ""))
         metrics.jobs.labels(work.row.kind, state).inc()
 
-    jobs = Jobs(store, broker, finishers, clock=clock, on_end=on_end)  # type: ignore[arg-type]
+    jobs = Jobs(store, broker, finishers, clock=clock, new_id=RequestIds(), on_end=on_end)  # type: ignore[arg-type]
     services = Services(
         config=config,
         store=store,

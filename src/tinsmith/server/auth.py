@@ -92,10 +92,9 @@ class Authenticator:
                 issuer=ISSUER,
                 options={"require": ["exp", "kid"], "verify_exp": False, "verify_iat": False},
             )
-            expires_at, key_id = float(claims["exp"]), int(claims["kid"])
+            return float(claims["exp"]), int(claims["kid"])
         except (jwt.InvalidTokenError, ValueError, TypeError) as error:
             raise NotAuthenticatedError(f"the token is not valid here ({error}); get a new one by auth/token") from None
-        return expires_at, key_id
 
     async def _by_digest(self, digest: str) -> Caller:
         return await self._cached(digest, "key_by_digest", digest=digest)

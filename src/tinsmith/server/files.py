@@ -20,8 +20,6 @@ from tinsmith.server.refusals import NotReadyError
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 SHOWN_CHARS = 200
 """Of a checkpoint's name in its directory's: file systems allow 255, and engines put something around it."""
-ROOM_S = 0.25
-"""How long room that was found is taken for granted; asking the file system costs as much as a small request."""
 _SAFE = re.compile(r"[^A-Za-z0-9_.-]")
 
 
@@ -33,6 +31,10 @@ def check_name(name: str, field: str = "path") -> str:
             field=field,
         )
     return name
+
+
+ROOM_S = 0.25
+"""How long room that was found is taken for granted; asking the file system costs as much as a small request."""
 
 
 class Files:

@@ -38,16 +38,13 @@ def _check_prompt(request: SampleRequest, card: ModelCard) -> int:
         where = f"prompt.chunks[{index}]"
         if not isinstance(chunk, EncodedTextChunk):
             _refuse(where, f"{card.name} reads text only, not {chunk.type}")
-        tokens = np.asarray(chunk.tokens)
-        if tokens.size:
-            bad = (tokens < 0) | (tokens >= card.vocab_size)
-            if bad.any():
-                place = int(np.argmax(bad))
-                _refuse(
-                    f"{where}.tokens[{place}]",
-                    f"{int(tokens[place])} is not a token of {card.name} (0 to {card.vocab_size - 1})",
-                )
-        length += int(tokens.size)
+        bounds = chunk.bounds
+        if bounds is not None and not (bounds[0] >= 0 and bounds[1] < card.vocab_size):
+            place, token = next(
+                (place, token) for place, token in enumerate(chunk.to_ints()) if not 0 <= token < card.vocab_size
+            )
+            _refuse(f"{where}.tokens[{place}]", f"{token} is not a token of {card.name} (0 to {card.vocab_size - 1})")
+        length += chunk.length
     if not length:
         _refuse("prompt", "is empty; give at least one token")
     if length >= card.max_context_length:

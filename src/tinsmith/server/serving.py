@@ -22,8 +22,8 @@ import uvicorn
 from tinsmith.config import ServerConfig
 from tinsmith.errors import TinkerError
 from tinsmith.server.app import drain, make_app, make_backend, make_services, make_store, prepare_keys
+from tinsmith.server.joining import JoiningHttpProtocol
 from tinsmith.server.services import Services
-from tinsmith.server.sockets import TimedHttpProtocol
 
 logger = logging.getLogger("tinsmith.server")
 
@@ -74,7 +74,7 @@ async def _run(
     server = _Server(
         uvicorn.Config(
             make_app(services),
-            http=TimedHttpProtocol,
+            http=JoiningHttpProtocol,
             log_config=None,
             access_log=False,
             server_header=False,

@@ -98,13 +98,15 @@ class SqliteStore:
             (query.sql, query.bind(statement.parameters)) for query, statement in zip(queries, statements, strict=True)
         ]
         size_bytes = sum(len(value) for _, values in bound for value in values if isinstance(value, bytes))
-        count: int = await self._submit(self._open_writer().queue, Task(bound, None, self._future(), size_bytes))
+        queue = self._open_writer().queue
+        count: int = await self._submit(queue, Task(bound, None, self._future(), size_bytes))
         return count
 
     async def write_returning(self, row_type: type[RowT], name: str, /, **parameters: Value) -> list[RowT]:
         query = find(_QUERIES, name)
+        queue = self._open_writer().queue
         task = Task([(query.sql, query.bind(parameters))], row_type, self._future())
-        rows: list[RowT] = await self._submit(self._open_writer().queue, task)
+        rows: list[RowT] = await self._submit(queue, task)
         return rows
 
     async def read(self, row_type: type[RowT], name: str, /, **parameters: Value) -> list[RowT]:
@@ -123,7 +125,6 @@ class SqliteStore:
         return task.future
 
     def _future(self) -> asyncio.Future[Any]:
-        self._open_writer()
         assert self._loop is not None
         return self._loop.create_future()
 

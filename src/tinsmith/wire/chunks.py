@@ -115,6 +115,16 @@ class EncodedTextChunk(_Chunk):
         return len(self._held)
 
     @property
+    def bounds(self) -> tuple[int, int] | None:
+        """The smallest and the largest token; None where there is none."""
+        held = self._held
+        if not len(held):
+            return None
+        if isinstance(held, np.ndarray):
+            return int(held.min()), int(held.max())
+        return min(held), max(held)
+
+    @property
     def estimated_bytes(self) -> int:
         return 4 * len(self._held)
 
