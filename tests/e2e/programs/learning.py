@@ -55,7 +55,7 @@ def memorise(service):
     losses = [step(client, data).metrics["loss:sum"]]
     early = client.save_weights_and_get_sampling_client()
     before = greedy(early, PROMPTS[0], 6)
-    losses += [step(client, data).metrics["loss:sum"] for _ in range(40 if IS_QUICK else 25)]
+    losses += [step(client, data).metrics["loss:sum"] for _ in range(120 if IS_QUICK else 25)]
     late = client.save_weights_and_get_sampling_client()
     recalled = [greedy(late, prompt, 4) == answer for prompt, answer in zip(PROMPTS, ANSWERS, strict=True)]
     return {
@@ -120,7 +120,7 @@ def prefer(service):
         chosen, rejected = (values[start:].sum() for values in found)
         margin = (chosen - float(reference[0])) - (rejected - float(reference[1]))
         value = -torch.nn.functional.logsigmoid(0.1 * margin)
-        return value, {"dpo:mean": float(value)}
+        return value, {"dpo:mean": float(value.detach())}
 
     losses = []
     for _ in range(6):
