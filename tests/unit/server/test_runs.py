@@ -444,6 +444,21 @@ def test_a_save_whose_result_was_lost_is_made_again(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_a_request_that_was_journalled_while_the_server_went_down_waits_for_the_next_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = BreakableStore()
+        await store.open()
+        async with serving(tmp_path, store=store) as server:
+            ann, _, model = await begun(server)
+            await server.services.runs.stop()
+            late = await ann.post("optim_step", optim_step(model, 1))
+        async with serving(tmp_path, store=store) as server:
+            await Client(server, ann.key).result(late)
+        await store.close()
+
+    run(scenario())
+
+
 def test_nothing_is_left_running_when_a_server_stops_with_work_under_way(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, backend=Recorder(hold=Gate("optim_step"))) as server:
