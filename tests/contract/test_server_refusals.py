@@ -3,7 +3,6 @@ what is allowed; none reaches the backend, and none holds up what comes behind i
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import struct
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import pytest
-import uvicorn
 import zstandard
 from support.in_process import (
     Answer,
@@ -31,10 +28,8 @@ from support.in_process import (
     sample,
     serving,
 )
-from uvicorn.server import ServerState
 
 from tinsmith.engine.base import ModelCard
-from tinsmith.server.sockets import MAX_HEAD_BYTES, TimedHttpProtocol
 from tinsmith.wire import zstd
 from tinsmith.wire.json_codec import decode
 from tinsmith.wire.proto_training import encode_request
@@ -564,151 +559,5 @@ def test_a_full_disk_cap_refuses_saves_and_nothing_else(tmp_path: Path) -> None:
             name = first.rpartition("/")[2]
             await made.client.call("DELETE", f"training_runs/{made.model}/checkpoints/weights/{name}")
             await made.client.save(made.model, made.next(), "two")
-
-    run(scenario())
-
-
-class Hasty(TimedHttpProtocol):
-    """Waits a little only."""
-
-    head_s = 0.1
-
-
-@asynccontextmanager
-async def listening(server: Server) -> AsyncIterator[int]:
-    """The application behind real sockets; gives the port."""
-    config = uvicorn.Config(server.app, http=Hasty, lifespan="off", log_config=None, ws="none")
-    config.load()
-    state = ServerState()
-    loop = asyncio.get_running_loop()
-    listener = await loop.create_server(lambda: Hasty(config=config, server_state=state, app_state={}), "127.0.0.1", 0)
-    try:
-        yield listener.sockets[0].getsockname()[1]
-    finally:
-        listener.close()
-        for connection in list(state.connections):
-            connection.transport.close()
-        await asyncio.gather(*state.tasks, return_exceptions=True)
-
-
-async def answer_of(reader: asyncio.StreamReader) -> tuple[int, Any]:
-    """An answer that closes its connection."""
-    text = await asyncio.wait_for(reader.read(), 20)
-    head, _, body = text.partition(b"\r\n\r\n")
-    return int(head.split()[1]), msgspec.json.decode(body)
-
-
-@pytest.mark.parametrize(
-    "pieces",
-    [
-        (),
-        (b"GET /heal",),
-        (b"GET /healthz HTTP/1.1\r\n", b"host: x\r\n", b"x-a: 1\r\n"),
-        (b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\nGET /healthz HTTP/1.1\r\n",),
-    ],
-)
-def test_a_slow_head_is_cut_off_with_a_reason(tmp_path: Path, pieces: tuple[bytes, ...]) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as server, listening(server) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for piece in pieces:
-                writer.write(piece)
-                await writer.drain()
-            text = await asyncio.wait_for(reader.read(), 20)
-            assert b"408 Request Timeout" in text
-            assert b'"slow_head"' in text
-            assert (b"200 OK" in text) == (pieces != () and b"\r\n\r\n" in pieces[0])
-            writer.close()
-            await writer.wait_closed()
-
-    run(scenario())
-
-
-def test_a_hundred_slow_clients_do_not_keep_others_out(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as server, listening(server) as port:
-            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
-            for _, writer in slow:
-                writer.write(b"POST /api/v1/create_session HTTP/1.1\r\nx: ")
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-            assert await answer_of(reader) == (200, {"status": "ok"})
-            for read, write in [*slow, (reader, writer)]:
-                await asyncio.wait_for(read.read(), 20)
-                write.close()
-                await write.wait_closed()
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_a_head_that_is_too_large(tmp_path: Path, is_whole: bool) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as server, listening(server) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            head = b"GET /healthz HTTP/1.1\r\nhost: x\r\nx-long: " + b"y" * (MAX_HEAD_BYTES + 10)
-            writer.write(head + b"\r\n\r\n" if is_whole else head)
-            status, body = await answer_of(reader)
-            assert (status, body["code"]) == (431, "head_too_large")
-            writer.close()
-            await writer.wait_closed()
-
-    run(scenario())
-
-
-def test_large_bodies_do_not_count_as_heads(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as server, listening(server) as port:
-            ann = await server.client()
-            body = msgspec.json.encode({"tags": ["x" * 3 * MAX_HEAD_BYTES]})
-            head = (
-                f"POST /api/v1/create_session HTTP/1.1\r\nhost: x\r\nx-api-key: {ann.key}\r\n"
-                f"content-length: {len(body)}\r\n"
-            ).encode()
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for split in (0, 1, 2, 3, 4):  # the end of the head arrives in two pieces
-                end = b"\r\n"
-                last = split == 4
-                whole = head + (b"connection: close\r\n" if last else b"") + end + body
-                cut = len(whole) - len(body) - split
-                writer.write(whole[:cut])
-                await writer.drain()
-                await asyncio.sleep(0)
-                writer.write(whole[cut:])
-                await writer.drain()
-                if not last:
-                    text = await asyncio.wait_for(reader.readuntil(b"}"), 20)
-                    assert b"200 OK" in text
-            assert (await answer_of(reader))[0] == 200
-            writer.close()
-            await writer.wait_closed()
-
-    run(scenario())
-
-
-def test_what_is_not_http(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path) as server, listening(server) as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"\x16\x03\x01 hello\r\n\r\n")
-            status, body = await answer_of(reader)
-            assert (status, body["code"]) == (400, "bad_http")
-            writer.close()
-            await writer.wait_closed()
-
-    run(scenario())
-
-
-@pytest.mark.parametrize("path", ["/api/v1/create_session", "/tinsmith/v1/sample_stream"])
-def test_a_slow_body_is_cut_off_with_a_reason(tmp_path: Path, path: str) -> None:
-    async def scenario() -> None:
-        async with serving(tmp_path, body_timeout_s=0.05) as server, listening(server) as port:
-            ann = await server.client()
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(f"POST {path} HTTP/1.1\r\nx-api-key: {ann.key}\r\ncontent-length: 100\r\n\r\n{{".encode())
-            status, body = await answer_of(reader)
-            assert (status, body["code"]) == (408, "slow_body")
-            writer.close()
-            await writer.wait_closed()
 
     run(scenario())

@@ -21,7 +21,7 @@ from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tinsmith.config import ServerConfig
-from tinsmith.engine.base import Backend
+from tinsmith.engine.base import Backend, SaveState
 from tinsmith.errors import TinkerError
 from tinsmith.server import extensions
 from tinsmith.server.access import Access
@@ -111,12 +111,12 @@ def make_services(
     authenticator = Authenticator(store, secret, token_ttl_s=config.token_ttl_s, clock=clock)
     broker = Broker(clock)
     finishers: dict[str, object] = {}
-    saving: set[str] = set()
 
     metrics = Metrics()
 
     def on_end(work: Work, state: str) -> None:
-        saving.discard(work.context.get("path", ""))
+        if isinstance(work.job, SaveState):
+            services.saved(work.context.get("path", ""), work.job.directory)
         metrics.jobs.labels(work.row.kind, state).inc()
 
     jobs = Jobs(store, broker, finishers, clock=clock, new_id=RequestIds(), on_end=on_end)  # type: ignore[arg-type]

@@ -112,8 +112,9 @@ async def _new_checkpoint(services: Services, work: Work, files: SavedFiles) -> 
         answer["size_bytes"] = size_bytes
 
     def clean() -> None:
-        if context["replaces"] is not None:
-            remove_tree(Path(context["replaces"]))
+        for directory in context["replaces"]:
+            if directory not in services.saving.get(row.path, ()):  # else it arrived earlier and runs later
+                remove_tree(Path(directory))
 
     statements = (statement("put_checkpoint", row), _audit(work, row, now), _count(work, row, now))
     return Finished(_outcome(answer), statements, clean)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from tinsmith.engine.base import CreateModel
+from tinsmith.engine.base import CreateModel, SaveState
 from tinsmith.server.services import Services
 from tinsmith.server.work import Work
 from tinsmith.store.rows import JobRow, ModelRow, SessionRow
@@ -27,8 +27,8 @@ async def recover(services: Services) -> None:
             services.samples.put(work)
             continue
         models[work.job.model_id if isinstance(work.job, CreateModel) else row.lane] = None
-        if work.context.get("path") is not None and row.kind.startswith("save"):
-            services.saving.add(work.context["path"])
+        if work.context.get("path") is not None and isinstance(work.job, SaveState):
+            services.saving.setdefault(work.context["path"], []).append(work.job.directory)
     for model_id in models:
         rows = await services.store.read(ModelRow, "model", model_id=model_id)
         if rows:

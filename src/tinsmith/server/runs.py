@@ -109,7 +109,7 @@ class Run:
 
     def pump(self) -> None:
         """Hand everything whose turn it is to the backend."""
-        if self._restoring is not None or self.is_closed:
+        if self._restoring is not None or self.is_closed or self._runs.is_stopped:
             return
         if self._epoch != self._runs.backend.epoch_of(self.row.base_model):
             self._restoring = asyncio.get_running_loop().create_task(self._restore())
@@ -279,6 +279,7 @@ class Runs:
         self.backend = backend
         self.jobs = jobs
         self.clock = clock
+        self.is_stopped = False
         self._runs: dict[str, Run] = {}
         self._loading: dict[str, asyncio.Future[Run | None]] = {}
 
@@ -321,8 +322,8 @@ class Runs:
 
     async def stop(self) -> None:
         """The server goes down: what is being restored waits in the journal for the next start."""
+        self.is_stopped = True
         for run in self.all():
-            run.is_closed = True
             await run.stop()
 
     async def journal(self, lane: str, after: int) -> list[ReplayRow]:

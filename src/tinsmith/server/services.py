@@ -50,8 +50,16 @@ class Services:
     """Batches that the sweeper will write."""
     used: dict[str, float] = field(default_factory=dict)
     """When each model was last asked for something, where the store does not know yet."""
-    saving: set[str] = field(default_factory=set)
-    """Paths of checkpoints that are being written."""
+    saving: dict[str, list[str]] = field(default_factory=dict)
+    """Paths of checkpoints that are being written, each with the directories that will hold them."""
+
+    def saved(self, path: str, directory: str) -> None:
+        """A save is over, or was not accepted."""
+        directories = self.saving.get(path, [])
+        if directory in directories:
+            directories.remove(directory)
+        if not directories:
+            self.saving.pop(path, None)
 
     async def checkpoint_bytes(self) -> int:
         """What all checkpoints take."""

@@ -444,6 +444,21 @@ def test_a_save_whose_result_was_lost_is_made_again(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_a_request_that_was_journalled_while_the_server_went_down_waits_for_the_next_start(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = BreakableStore()
+        await store.open()
+        async with serving(tmp_path, store=store) as server:
+            ann, _, model = await begun(server)
+            await server.services.runs.stop()
+            late = await ann.post("optim_step", optim_step(model, 1))
+        async with serving(tmp_path, store=store) as server:
+            await Client(server, ann.key).result(late)
+        await store.close()
+
+    run(scenario())
+
+
 def test_nothing_is_left_running_when_a_server_stops_with_work_under_way(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, backend=Recorder(hold=Gate("optim_step"))) as server:
@@ -477,5 +492,28 @@ def test_a_save_that_is_sent_twice_at_once_is_made_once(tmp_path: Path) -> None:
             assert len({answer.json["request_id"] for answer in answers}) == 1
             await ann.result(answers[0])
             assert server.backend.kinds() == ["create_model", "save_state"]
+
+    run(scenario())
+
+
+def test_overwriting_leaves_one_directory_also_when_several_saves_wait(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann, _, model = await begun(server)
+            message = {"model_id": model, "path": "one", "overwrite": True}
+            for numbers in ((1, 2, 3), (4, 5, 6), (8, 7)):
+                promises = [await ann.post("save_weights", {**message, "seq_id": seq}) for seq in numbers]
+                for promise in promises:
+                    await ann.result(promise)
+            await server.services.jobs.drain()
+            [row] = await server.rows(CheckpointRow, "checkpoints_of_model", model_id=model)
+            assert Path(row.directory, "manifest.json").exists()  # what arrived early and ran late is kept
+            await ann.result(await ann.post("save_weights", {**message, "seq_id": 9}))
+            await server.services.jobs.drain()
+            assert server.services.saving == {}
+            [row] = await server.rows(CheckpointRow, "checkpoints_of_model", model_id=model)
+            left = [str(path) for path in Path(row.directory).parent.iterdir()]
+            assert row.directory in left
+            assert len(left) <= 2  # one more than needed at most: of the save that overtook another
 
     run(scenario())

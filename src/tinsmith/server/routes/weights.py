@@ -113,15 +113,16 @@ async def _prepare_save(
     if (taken or path in services.saving) and not overwrite:
         raise InvalidInputError(f"path: {path} exists already; choose another name, or overwrite=True", field="path")
     await _check_disk_cap(services)
-    directory = services.files.checkpoint(row.model_id, kind, name, secrets.token_hex(8))
-    services.saving.add(path)
+    directory = str(services.files.checkpoint(row.model_id, kind, name, secrets.token_hex(8)))
+    replaces = [*(found.directory for found in taken), *services.saving.get(path, ())]
+    services.saving.setdefault(path, []).append(directory)
     return Prepared(
         make_job=lambda request_id: SaveState(
             job_id=request_id,
             tenant=row.org_id,
             base_model=row.base_model,
             model_id=row.model_id,
-            directory=str(directory),
+            directory=directory,
             optimizer=optimizer,
         ),
         context={
@@ -130,12 +131,12 @@ async def _prepare_save(
             "name": name,
             "ttl_seconds": ttl_seconds,
             "user_metadata": metadata,
-            "replaces": taken[0].directory if taken else None,
+            "replaces": replaces,
             "lora": row.lora,
             "optimizer": row.optimizer,
             **(context or {}),
         },
-        undo=lambda: services.saving.discard(path),
+        undo=lambda: services.saved(path, directory),
     )
 
 
