@@ -86,9 +86,9 @@ class _Batch:
 class Trainer:
     """Runs requests on adapters of one decoder.
 
-    `micro_batch_tokens` bounds what runs together; a longer datum runs alone. A replay needs the same number,
-    since another one adds in another order. Batches of more than `max_recorded_tokens` have their activations computed twice
-    instead of kept, to the same bits, so that number may follow the free memory (see `backprop.recorded_bytes`).
+    `micro_batch_tokens` bounds what runs together; a longer datum runs alone. A replay needs the same number, since
+    another one adds in another order. Batches of more than `max_recorded_tokens` have their activations computed
+    twice instead of kept, to the same bits, so that number may follow the free memory (`backprop.recorded_bytes`).
     """
 
     def __init__(
