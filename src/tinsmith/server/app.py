@@ -137,7 +137,6 @@ def make_services(
         signer=Signer(secret, clock=clock),
         metrics=metrics,
         clock=clock,
-        saving=saving,
         client_flags=check_flags(config.client_flags),
     )
     finishers.update(make_finishers(services))
