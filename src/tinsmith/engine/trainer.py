@@ -9,7 +9,7 @@ Shapes: T tokens of a batch, N of a chunk or datum, K targets per position, D hi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -112,11 +112,29 @@ class Trainer:
 
         `custom` is the uploaded loss that a request with `loss_fn` custom names.
         """
+        steps = self.steps(adapter, request, backward, custom)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                output: ForwardBackwardOutput = end.value
+                return output
+
+    def steps(
+        self,
+        adapter: LoraAdapter,
+        request: ForwardBackwardRequest | ForwardRequest,
+        backward: bool,
+        custom: DatumLoss | None = None,
+    ) -> Generator[None, None, ForwardBackwardOutput]:
+        """The same in steps, one micro-batch each: between them other work may have the device."""
         work = request.forward_input if isinstance(request, ForwardRequest) else request.forward_backward_input
         run = _RequestRun(self._decoder, adapter, work, custom, adapter.empty_gradients() if backward else None)
         examples = [_example(datum, self._decoder.device) for datum in work.data]
         outputs: list[torch.Tensor] = []
-        for batch in self._batches(examples):
+        for number, batch in enumerate(self._batches(examples)):
+            if number:
+                yield
             is_checkpointed = sum(batch.lengths) > self._max_recorded_tokens
             outputs.extend(run.batch(batch, is_checkpointed))
         if run.grads is not None:
