@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import OFFICIAL, ROOT, Oracle
+from conftest import Oracle
+from support.releases import OFFICIAL, ROOT
 
 from tinsmith.client.tokenizers import PINNED_REVISIONS, load_tokenizer, tokenizer_source
 
