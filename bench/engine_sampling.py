@@ -84,7 +84,7 @@ class Ours:
 
         names: list[str | None] = [f"adapter {i}" for i in range(count)]
         for i, name in enumerate(names):
-            if name not in self.sampler._adapters:
+            if not self.sampler.has_adapter(name):
                 self.sampler.add_adapter(name, LoraAdapter(self.decoder.config, 32, i))
         return self.run(prompts(concurrent, PROMPT, seed), new, names)[0]
 
@@ -111,6 +111,21 @@ class Ours:
             scores = logprobs.gather(1, torch.tensor(drawn.tokens).unsqueeze(1)).squeeze(1).numpy()
             worst = max(worst, float(np.abs(scores - drawn.logprobs_np).max()))
         return worst
+
+    def exact(self, seed: int) -> str:
+        """Whether samples drawn together are, bit for bit, those drawn alone."""
+        asked = prompts(9, 40, seed)
+        first = self._jobs
+        together = self.run(asked, 24, ["adapter 0", None, "adapter 1"])[1]
+        equal = 0
+        for i, prompt in enumerate(asked):
+            self._jobs = first + i
+            alone = self.run([prompt], 24, [["adapter 0", None, "adapter 1"][i % 3]])[1][0].sequences[0]
+            equal += any(
+                alone.tokens == other.sequences[0].tokens and alone.logprobs == other.sequences[0].logprobs
+                for other in together
+            )
+        return f"{equal} of {len(asked)}"
 
     def limits(self) -> dict[str, float]:
         """GFLOP/s of a large product, GB/s of reading more than the caches hold."""
@@ -205,7 +220,7 @@ def worker(options: argparse.Namespace) -> None:
     for line in sys.stdin:
         method, arguments = json.loads(line)
         call = getattr(engine, method)
-        is_plain = method in ("on_policy", "limits")
+        is_plain = method in ("on_policy", "limits", "exact")
         answer = call(*arguments) if is_plain else measured(lambda call=call, args=arguments: call(*args))
         print(RESULT + json.dumps(answer), flush=True)
 
@@ -310,6 +325,7 @@ def main() -> None:
     )
     compare(processes, options)
     ratios(ours, options)
+    print(f"drawn in a batch and alone, equal to the last bit: {ours.ask('exact', 5)}", flush=True)
     for process in processes.values():
         process.close()
     print(f"load at the end {os.getloadavg()[0]:.1f}")

@@ -34,6 +34,16 @@ class CacheRoom:
         sequence.blocks = self.index.find(sequence.state.job.adapter, sequence.tokens, sequence.reusable())
         sequence.computed = len(sequence.blocks) * self._size
 
+    def is_ahead(self, running: Sequence, waiting: Sequence) -> bool:
+        """Whether a prompt being computed will give a waiting one its next block: waiting costs less than computing."""
+        if running.index is not None or running.state.job.adapter != waiting.state.job.adapter:
+            return False
+        start = running.computed // self._size * self._size
+        stop = start + self._size
+        if stop > min(len(running.tokens), waiting.reusable()):
+            return False
+        return running.tokens[:stop] == waiting.tokens[:stop]
+
     def reserve(self, sequence: Sequence, count: int) -> bool:
         """Make room for the next `count` tokens; False when there is none (what was got stays)."""
         if not self._own_last_block(sequence):

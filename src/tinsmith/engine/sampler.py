@@ -121,6 +121,9 @@ class Sampler:
         self.remove_adapter(name)
         self._adapters[name] = FrozenAdapter(adapter, self._decoder.device, self._decoder.dtype)
 
+    def has_adapter(self, name: Hashable) -> bool:
+        return name in self._adapters
+
     def remove_adapter(self, name: Hashable) -> None:
         """Forget an adapter and what the cache holds of it."""
         if any(state.job.adapter == name for state in self._jobs.values()):
@@ -208,6 +211,7 @@ class Sampler:
     def _admit(self, tenants: frozenset[str] | None, chunks: list[Chunk]) -> Sequence | None:
         """The next sequence to begin: of the tenant with the fewest running, then by priority and arrival."""
         waiting = [s for s in self._waiting if tenants is None or s.tenant in tenants]
+        waiting = [s for s in waiting if not any(self._room.is_ahead(chunk.sequence, s) for chunk in chunks)]
         if not waiting:
             return None
         running = Counter(s.tenant for s in self._running)

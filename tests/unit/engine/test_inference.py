@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,14 +19,6 @@ from tinsmith.engine.packed_linear import can_pack, inference_linear
 from tinsmith.engine.row_adapters import NO_ADAPTERS, FrozenAdapter, RowAdapters
 
 BLOCK = 16
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def load(tmp_path: Path, family: str = "llama", **sizes: object) -> Decoder:
