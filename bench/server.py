@@ -139,7 +139,7 @@ def load(task: str, url: str, key: str, *numbers: int) -> dict[str, Any]:
         command, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=600
     )
     if done.returncode:
-        raise SystemExit(f"{task}: {done.stderr[-2000:]}")
+        raise SystemExit(f"{task} ended with {done.returncode}: {done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return result
 

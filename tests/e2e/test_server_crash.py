@@ -24,7 +24,7 @@ from support.postgres import PostgresMissingError, PostgresServer
 from support.releases import NEWEST, OFFICIAL
 from support.server_process import ROOT, ServerProcess, environment
 
-KILLS = int(os.environ.get("KILLS", "10"))
+KILLS = int(os.environ.get("KILLS", "6"))
 STEADY = ROOT / "tests" / "support" / "steady_program.py"
 SEED = 20_26
 LONGEST_RUN_S = 0.8
