@@ -13,7 +13,7 @@ check: setup ## Format, lint, types and unit tests: about a minute
 	@.venv/bin/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/mypy
-	@$(PY) -m pytest -q tests/unit
+	@$(PY) -m pytest -q -n 2 --dist loadfile tests/unit
 
 test: setup ## Everything: what check does, the contract tests against the official SDK, its cookbook, and end to end
 	@tools/cookbook
@@ -21,7 +21,7 @@ test: setup ## Everything: what check does, the contract tests against the offic
 	@.venv/bin/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/mypy
-	@$(PY) -m pytest -q tests
+	@$(PY) -m pytest -q -n 2 --dist loadfile tests
 
 demo: setup ## From nothing to a tuned model on this machine, with a report in tinsmith-demo/
 	@.venv/bin/tinsmith demo
