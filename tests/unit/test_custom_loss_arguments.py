@@ -36,7 +36,9 @@ ENCODED: list[tuple[Any, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "encoded"), ENCODED, ids=str)
+@pytest.mark.parametrize(
+    ("value", "encoded"), ENCODED, ids=lambda value: getattr(value, "__name__", type(value).__name__)
+)
 def test_arguments_have_their_own_spelling(value: Any, encoded: Any) -> None:
     assert encode_argument(value) == encoded
     decoded = decode_argument(msgspec.json.decode(msgspec.json.encode(encoded)), {})
@@ -72,7 +74,11 @@ def test_every_argument_comes_back(value: Any) -> None:
     assert decode_argument(encode_argument(value), {}) == value
 
 
-@pytest.mark.parametrize("value", [1j, b"x", {1, 2}, {1: 2}, range(3), object(), collections.deque()], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [1j, b"x", {1, 2}, {1: 2}, range(3), object(), collections.deque()],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
 def test_other_arguments_are_refused(value: Any) -> None:
     with pytest.raises(InvalidInputError, match=f"torch.exp gets a {type(value).__name__}, which cannot be sent"):
         encode_argument(value, "torch.exp")
@@ -98,7 +104,7 @@ def test_other_arguments_are_refused(value: Any) -> None:
         {"eval": "1"},
         [{"other": 1}],
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_what_no_encoder_writes_is_refused(value: Any) -> None:
     with pytest.raises(InvalidInputError, match=r"^argument: "):

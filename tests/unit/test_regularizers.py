@@ -72,7 +72,7 @@ def symmetric(p: float, q: float) -> float:
         (KL(1.0, "forward", BASE), lambda p, q: weighted(q - p), k3),
         (KL(1.0, "symmetric"), symmetric, symmetric),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_values_and_gradients_follow_their_formulas(term: Regularizer, value: Any, gradient: Any) -> None:
     item = datum(logprobs=Q, **{BASE: Q})
@@ -89,7 +89,7 @@ def test_values_and_gradients_follow_their_formulas(term: Regularizer, value: An
         (KL(1.0), math.e**0.5 - 1.5 + math.e**-0.25 - 0.75, [math.e**0.5 - 1, math.e**-0.25 - 1, 0]),
         (KL(1.0, "reverse", BASE), math.e**-0.5 - 0.5 + math.e**0.25 - 1.25, [0.5, -0.25, 0]),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_values_by_hand(term: Regularizer, value: float, gradient: list[float]) -> None:
     item = datum(logprobs=Q, **{BASE: Q})
@@ -97,7 +97,11 @@ def test_values_by_hand(term: Regularizer, value: float, gradient: list[float]) 
     assert gradient_of(term, item, P) == pytest.approx(gradient, rel=1e-12, abs=1e-12)
 
 
-@pytest.mark.parametrize("term", [L1(1.0), L2(1.0), KL(1.0), KL(1.0, "reverse"), KL(1.0, "symmetric")], ids=str)
+@pytest.mark.parametrize(
+    "term",
+    [L1(1.0), L2(1.0), KL(1.0), KL(1.0, "reverse"), KL(1.0, "symmetric")],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
+)
 @given(st.lists(st.tuples(st.floats(-9, -0.01), st.floats(-9, 0, width=32)), min_size=1, max_size=5))
 @settings(deadline=None, max_examples=25)
 def test_plain_terms_have_the_gradient_of_their_value(term: Regularizer, pairs: list[tuple[float, float]]) -> None:
@@ -123,7 +127,7 @@ def exact(kind: str, model: torch.Tensor, reference: torch.Tensor) -> torch.Tens
         *((KL(1.0, kind), kind, "reference") for kind in ("forward", "reverse", "symmetric")),
         *((KL(1.0, kind, BASE), kind, "model") for kind in ("forward", "reverse", "symmetric")),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_value_and_gradient_are_unbiased(term: Regularizer, kind: str, sampled_from: str) -> None:
     """The average over every token of a vocabulary, as probable as its sampling makes it, is the exact quantity."""
@@ -179,7 +183,7 @@ TERMS = [
 ]
 
 
-@pytest.mark.parametrize("term", TERMS, ids=str)
+@pytest.mark.parametrize("term", TERMS, ids=lambda value: getattr(value, "__name__", type(value).__name__))
 def test_tokens_of_no_weight_do_not_count(term: Regularizer) -> None:
     item = datum(4, weights=[1, 0, 2.5, 0], logprobs=[-1, -9, -1, -9], **{BASE: [-1, -9, -1, -9]})
     short = datum(2, logprobs=[-1, -1], **{BASE: [-1, -1]})
@@ -196,7 +200,9 @@ def test_the_mask_can_have_another_name() -> None:
     assert L1(1.0).measure(item, logprobs_of([-1, -4])).item() == 4
 
 
-@pytest.mark.parametrize("term", [KL(1.0), KL(1.0, "symmetric", BASE)], ids=str)
+@pytest.mark.parametrize(
+    "term", [KL(1.0), KL(1.0, "symmetric", BASE)], ids=lambda value: getattr(value, "__name__", type(value).__name__)
+)
 def test_tokens_without_a_reference_do_not_count(term: KL) -> None:
     item = datum(3, **{term.reference: [math.nan, -1.0, math.nan]})
     only = datum(1, **{term.reference: [-1.0]})
