@@ -57,7 +57,8 @@ CREATE TABLE sessions (
     status TEXT NOT NULL,
     status_detail TEXT,
     detail TEXT,
-    ended_at REAL
+    ended_at REAL,
+    pruned INTEGER NOT NULL
 ) STRICT;
 CREATE INDEX sessions_org ON sessions (org_id, created_at, session_id);
 CREATE INDEX sessions_user ON sessions (user_id, created_at, session_id);
@@ -112,6 +113,7 @@ CREATE TABLE jobs (
     digest TEXT NOT NULL,
     state TEXT NOT NULL,
     created_at REAL NOT NULL,
+    context TEXT NOT NULL,
     job BLOB NOT NULL
 ) STRICT;
 CREATE UNIQUE INDEX jobs_number ON jobs (lane, seq);
@@ -207,14 +209,14 @@ INSERT INTO projects (project_id, org_id, name, created_at) VALUES
     ('project-1', 'org-1', 'P', 3.5);
 INSERT INTO keys (key_id, digest, hint, org_id, user_id, project_id, name, note, scopes, created_at, expires_at, revoked_at, requests_per_minute, tokens_per_day) VALUES
     (1, 'digest-1', 'tml-ab', 'org-1', 'user-1', 'project-1', 'laptop', 'for trying', '["sample"]', 4.0, 4000000000.0, NULL, 60, 1099511627776);
-INSERT INTO sessions (session_id, org_id, user_id, project_id, display_name, tags, user_metadata, sdk_version, created_at, heartbeat_at, status, status_detail, detail, ended_at) VALUES
-    ('session-1', 'org-1', 'user-1', 'project-1', 'first try', '["a"]', '{"k": "v"}', '0.36.0', 5.0, 6.0, 'active', 'success', 'all went well', NULL);
+INSERT INTO sessions (session_id, org_id, user_id, project_id, display_name, tags, user_metadata, sdk_version, created_at, heartbeat_at, status, status_detail, detail, ended_at, pruned) VALUES
+    ('session-1', 'org-1', 'user-1', 'project-1', 'first try', '["a"]', '{"k": "v"}', '0.36.0', 5.0, 6.0, 'active', 'success', 'all went well', NULL, 0);
 INSERT INTO models (model_id, session_id, org_id, user_id, project_id, base_model, lora, optimizer, user_metadata, created_at, used_at, state, fault, snapshot_directory, snapshot_seq) VALUES
     ('model-1', 'session-1', 'org-1', 'user-1', 'project-1', 'stub/model', '{"rank": 8}', 'adamw', '{}', 7.0, 8.0, 'live', NULL, NULL, -1);
 INSERT INTO samplers (sampler_id, session_id, org_id, user_id, base_model, model_path, directory, adapter_key, clones, created_at) VALUES
     ('sampler-1', 'session-1', 'org-1', 'user-1', 'stub/model', 'tinker://model-1/sampler_weights/a', '/data/a', 'key-a', 0, 9.0);
-INSERT INTO jobs (request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, job) VALUES
-    ('model-1:1', 'model-1', 1, 'forward_backward', 'session-1', 'org-1', 'user-1', 'd', 'queued', 11.0, X'000102030405060708090A0B0C0D0E0F101112131415161718191A1B1C1D1E1F202122232425262728292A2B2C2D2E2F303132333435363738393A3B3C3D3E3F404142434445464748494A4B4C4D4E4F505152535455565758595A5B5C5D5E5F606162636465666768696A6B6C6D6E6F707172737475767778797A7B7C7D7E7F808182838485868788898A8B8C8D8E8F909192939495969798999A9B9C9D9E9FA0A1A2A3A4A5A6A7A8A9AAABACADAEAFB0B1B2B3B4B5B6B7B8B9BABBBCBDBEBFC0C1C2C3C4C5C6C7C8C9CACBCCCDCECFD0D1D2D3D4D5D6D7D8D9DADBDCDDDEDFE0E1E2E3E4E5E6E7E8E9EAEBECEDEEEFF0F1F2F3F4F5F6F7F8F9FAFBFCFDFEFF');
+INSERT INTO jobs (request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, context, job) VALUES
+    ('model-1:1', 'model-1', 1, 'forward_backward', 'session-1', 'org-1', 'user-1', 'd', 'queued', 11.0, '{}', X'000102030405060708090A0B0C0D0E0F101112131415161718191A1B1C1D1E1F202122232425262728292A2B2C2D2E2F303132333435363738393A3B3C3D3E3F404142434445464748494A4B4C4D4E4F505152535455565758595A5B5C5D5E5F606162636465666768696A6B6C6D6E6F707172737475767778797A7B7C7D7E7F808182838485868788898A8B8C8D8E8F909192939495969798999A9B9C9D9E9FA0A1A2A3A4A5A6A7A8A9AAABACADAEAFB0B1B2B3B4B5B6B7B8B9BABBBCBDBEBFC0C1C2C3C4C5C6C7C8C9CACBCCCDCECFD0D1D2D3D4D5D6D7D8D9DADBDCDDDEDFE0E1E2E3E4E5E6E7E8E9EAEBECEDEEEFF0F1F2F3F4F5F6F7F8F9FAFBFCFDFEFF');
 INSERT INTO results (request_id, encoding, digest, started_at, finished_at, body) VALUES
     ('model-1:1', 'protobuf', 'd', 11.0, 12.0, X'00726573756C74FF');
 INSERT INTO checkpoints (path, model_id, kind, name, session_id, org_id, user_id, project_id, base_model, lora, optimizer, directory, size_bytes, digest, public, user_metadata, created_at, expires_at) VALUES

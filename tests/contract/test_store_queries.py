@@ -83,7 +83,7 @@ def test_keys(make_store: MakeStore) -> None:
 
 LISTS = [
     ("insert_session", make.session, rows.SessionRow, "sessions", "session_id", ("org", "user")),
-    ("insert_model", make.model, rows.ModelRow, "models", "model_id", ("org", "user", "project")),
+    ("insert_model", make.model, rows.ModelRow, "models", "model_id", ("org", "user", "org_project")),
     ("put_checkpoint", make.checkpoint, rows.CheckpointRow, "checkpoints", "name", ("org", "user")),
 ]
 
@@ -103,12 +103,12 @@ def test_lists_are_newest_first_in_pages_with_a_count(
             await store.write(statement(insert, maker(name, created_at=created_at)))
         await store.write(statement(insert, maker("other", org_id="o", user_id="u", project_id="p")))
         listed = []
+        owners = {f"{kind}_id": f"{kind}-1" for kind in owner.split("_")}
         for offset in (0, 2, 4, 6):
-            parameters = {f"{owner}_id": f"{owner}-1", "limit": 2, "offset": offset}
-            page = await store.read(row_type, f"{table}_of_{owner}", **parameters)
+            page = await store.read(row_type, f"{table}_of_{owner}", **owners, limit=2, offset=offset)
             listed += [getattr(row, key) for row in page]
         assert listed == ["d", "c", "b", "B", "a"]
-        counted = await store.read(rows.CountRow, f"count_{table}_of_{owner}", **{f"{owner}_id": f"{owner}-1"})
+        counted = await store.read(rows.CountRow, f"count_{table}_of_{owner}", **owners)
         assert counted == [rows.CountRow(count=5)]
 
     run(make_store, scenario)

@@ -47,6 +47,7 @@ DIFFERENCES: dict[str, str] = {
     "WireError: extra": OWN,
     "as_tinker: extra": OWN,
     "local: extra": OWN,
+    "types.EncodedTextChunk.bounds: extra": OWN,
     "API*Error(request): default None": LENIENT,
     "*Error(body): default None": LENIENT,
     "RequestFailedError(category): default 'unknown'": LENIENT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from support.tinker_server import TinkerServer
 
 from tinsmith import ClientConfig, ModelInput, RestClient, SamplingParams, ServiceClient, TinkerError
+from tinsmith.config import LOCAL
 
 pytestmark = pytest.mark.usefixtures("hard_limit", "clean_environment")
 
@@ -145,13 +147,14 @@ def test_a_key_alone_leads_to_the_hosted_service() -> None:
     assert ServiceClient(api_key="tml-key").holder.connection.config.base_url == config.base_url
 
 
-def test_nothing_set_says_what_to_set() -> None:
-    for make in (ServiceClient, RestClient, lambda: ClientConfig.from_env({})):
+def test_nothing_set_means_the_local_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ClientConfig.from_env({}).base_url == LOCAL
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for make in (ServiceClient, RestClient):
         with pytest.raises(TinkerError) as told:
             make()
-        assert "TINKER_BASE_URL" in str(told.value)
-        assert "TINKER_API_KEY" in str(told.value)
-        assert "tml-" in str(told.value)
+        for word in ("tinsmith[server]", "TINKER_BASE_URL", "TINKER_API_KEY", "tml-"):
+            assert word in str(told.value)
 
 
 def test_the_stored_key_is_the_last_resort(tmp_path: Path) -> None:

@@ -155,7 +155,7 @@ def test_other_addresses_need_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--port", "70000"), "port must be between 0 and 65535"),
+        (("--port", "70000"), "port must be a whole number between 0 and 65535"),
         (("--backend", "nowhere"), "must be local, or module:factory"),
         (("--backend", "no_such_module:factory"), "cannot be loaded: No module named 'no_such_module'"),
         (("--api-key", "secret"), "a key begins with tml-"),
