@@ -22,6 +22,7 @@ class MemoryStore(SqliteStore):
         super().__init__(MEMORY, max_bytes=max_bytes, readers=0, migrations=migrations)
 
     async def size_bytes(self) -> int:
+        self._open_writer()
         rows: list[SizeRow] = await self._submit(
             self._reads, Task([(_SIZE, ())], SizeRow, self._future(), is_read=True)
         )
