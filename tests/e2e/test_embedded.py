@@ -54,7 +54,6 @@ def test_the_readmes_loop_runs(surroundings: dict[str, str]) -> None:
 def test_processes_share_an_engine_and_replace_a_dead_one(surroundings: dict[str, str]) -> None:
     first = run(surroundings, sys.executable, "-c", WHERE)
     assert first.returncode == 0, first.stderr[-3000:]
-    assert "starting the local engine" in first.stderr
     second = run(surroundings, sys.executable, "-c", WHERE)
     assert second.stdout == first.stdout
     running = json.loads((Path(surroundings["TINSMITH_DATA_DIR"]) / "embedded.json").read_text())
