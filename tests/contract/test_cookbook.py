@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import OFFICIAL
+from support.releases import OFFICIAL
 
 COOKBOOK = OFFICIAL / "cookbook"
 SOURCE = COOKBOOK / "source"

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import pytest
-from conftest import NEWEST, RELEASES
 from support.fault_proxy import Clean, DropAfter, Duplicate, Fault, FaultProxy, Refuse, Reset, Stall, Trickle
 from support.normalize import Normal, differences, normalize
 from support.program_run import ALL_DYNAMIC_FLAGS, ALL_FLAGS, Steps, raised, run_official
 from support.raw_client import new_model, new_sampler, optim_step, retrieve, send
+from support.releases import NEWEST, RELEASES
 from support.server_arithmetic import logprob
 from support.tinker_server import (
     HANDLERS,

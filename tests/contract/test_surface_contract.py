@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NEWEST, OFFICIAL
+from support.releases import NEWEST, OFFICIAL
 
 import tinsmith
 from tinsmith import types

@@ -79,9 +79,12 @@ def test_an_unused_engine_ends(surroundings: dict[str, str]) -> None:
 
 
 def test_the_demo(surroundings: dict[str, str], tmp_path: Path) -> None:
-    """On the real model, once through the data: every part of it happens, and the loss falls."""
-    out = tmp_path / "demo"
-    done = run(surroundings, sys.executable, "-m", "tinsmith", "demo", "--epochs", "1", "--out", str(out))
+    """On the real model, with the first chats of the data: every part of it happens."""
+    out, data = tmp_path / "demo", tmp_path / "chats.jsonl"
+    shipped = ROOT / "src" / "tinsmith" / "cli" / "data" / "workshop.jsonl"
+    data.write_text("\n".join(shipped.read_text().splitlines()[:8]))
+    options = ("--epochs", "1", "--out", str(out), "--data", str(data))
+    done = run(surroundings, sys.executable, "-m", "tinsmith", "demo", *options)
     assert done.returncode == 0, done.stderr[-3000:]
     page = (out / "report.html").read_text()
     assert "<svg" in page
