@@ -6,6 +6,7 @@ right file. Converted once; a damaged cache is made anew.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import logging
 import subprocess
@@ -35,11 +36,18 @@ Fetch = Callable[[Path], Path]
 
 def default_model(cache_dir: Path, sources: Mapping[str, Fetch] | None = None) -> Path:
     """The directory of the default model; made from the first source that has it, if the cache does not."""
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with (cache_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may begin at once; one of them does the work
+        return _found_or_made(cache_dir, SOURCES if sources is None else sources)
+
+
+def _found_or_made(cache_dir: Path, sources: Mapping[str, Fetch]) -> Path:
     directory = cache_dir / NAME.partition("/")[2]
     if is_intact(directory):
         return directory
     failures = []
-    for name, fetch in (SOURCES if sources is None else sources).items():
+    for name, fetch in sources.items():
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 source = fetch(Path(scratch))
