@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from tinsmith.cli.output import formatted, print_json, print_table, wants_json
 from tinsmith.cli.serve import NEEDS_SERVER
 from tinsmith.config import ServerConfig
 from tinsmith.errors import TinkerError
@@ -29,7 +30,6 @@ def key() -> None:
 
 _data_dir = click.option("--data-dir", type=click.Path(path_type=Path, file_okay=False), help="The server's directory.")
 _database = click.option("--database", metavar="URL", help="The server's database, if it is not in the directory.")
-_format = click.option("--format", "form", type=click.Choice(["table", "json"]), default="table", show_default=True)
 
 
 @key.command()
@@ -45,8 +45,8 @@ _format = click.option("--format", "form", type=click.Choice(["table", "json"]),
 @click.option("--tokens-per-day", type=click.IntRange(min=1))
 @_data_dir
 @_database
-@_format
-def create(name: str, org: str, user: str | None, form: str, **options: Any) -> None:
+@formatted
+def create(name: str, org: str, user: str | None, **options: Any) -> None:
     """Make a key. It is shown once and kept only as a digest."""
     days = options.pop("expires_days")
     data_dir, database = options.pop("data_dir"), options.pop("database")
@@ -67,8 +67,8 @@ def create(name: str, org: str, user: str | None, form: str, **options: Any) -> 
         )
 
     made = _with_store(data_dir, database, make)
-    if form == "json":
-        click.echo(json.dumps({"key_id": made.row.key_id, "key": made.key, "name": name, "org": org}, indent=2))
+    if wants_json():
+        print_json({"key_id": made.row.key_id, "key": made.key, "name": name, "org": org})
         return
     click.echo(made.key)
     click.echo(f"key {made.row.key_id} ({name}, {org}); it is not shown again", err=True)
@@ -77,8 +77,8 @@ def create(name: str, org: str, user: str | None, form: str, **options: Any) -> 
 @key.command(name="list")
 @_data_dir
 @_database
-@_format
-def list_keys(data_dir: Path | None, database: str | None, form: str) -> None:
+@formatted
+def list_keys(data_dir: Path | None, database: str | None) -> None:
     """List keys, by their hints."""
 
     async def read(store: Any) -> Any:
@@ -87,22 +87,21 @@ def list_keys(data_dir: Path | None, database: str | None, form: str) -> None:
         return await store.read(KeyRow, "keys")
 
     rows = _with_store(data_dir, database, read)
-    if form == "json":
+    if wants_json():
         shown = [{name: value for name, value in row.parameters().items() if name != "digest"} for row in rows]
-        click.echo(json.dumps({"keys": shown}, indent=2))
+        print_json({"keys": shown})
         return
-    from rich.console import Console
-    from rich.table import Table
+    columns = ("Key ID", "Name", "Hint", "Org", "User", "Scopes", "Created", "Expires", "State")
+    print_table(columns, [_cells(row) for row in rows])
 
-    table = Table("Key ID", "Name", "Hint", "Org", "User", "Scopes", "Created", "Expires", "State")
-    for row in rows:
-        state = "revoked" if row.revoked_at is not None else "expired" if _is_over(row.expires_at) else "active"
-        scopes = ", ".join(json.loads(row.scopes))
-        table.add_row(
-            str(row.key_id), row.name, row.hint, row.org_id, row.user_id, scopes, _day(row.created_at),
-            _day(row.expires_at), state,
-        )  # fmt: skip
-    Console().print(table)
+
+def _cells(row: Any) -> tuple[Any, ...]:
+    state = "revoked" if row.revoked_at is not None else "expired" if _is_over(row.expires_at) else "active"
+    scopes = ", ".join(json.loads(row.scopes))
+    return (
+        row.key_id, row.name, row.hint, row.org_id, row.user_id, scopes, _moment(row.created_at),
+        _moment(row.expires_at), state,
+    )  # fmt: skip
 
 
 @key.command()
@@ -150,5 +149,5 @@ def _is_over(moment: float | None) -> bool:
     return moment is not None and moment <= time.time()
 
 
-def _day(moment: float | None) -> str:
-    return datetime.fromtimestamp(moment, UTC).strftime("%Y-%m-%d %H:%M") if moment is not None else "-"
+def _moment(seconds: float | None) -> datetime | None:
+    return datetime.fromtimestamp(seconds, UTC) if seconds is not None else None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any
 
 import click
 
+from tinsmith.cli.connection import connected
+from tinsmith.cli.output import formatted
 from tinsmith.version import PROTOCOL_VERSION, __version__
 
 COMMANDS = {
@@ -14,6 +17,9 @@ COMMANDS = {
     "key": ("tinsmith.cli.key", "key", "Keys of a server: create, list, revoke."),
 }
 """Name of a command, where it is, and what the overview says about it."""
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C: 128 + SIGINT."""
 
 
 class LazyGroup(click.Group):
@@ -29,6 +35,13 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [(name, text) for name, (_, _, text) in COMMANDS.items()]
         rows += [(name, command.get_short_help_str(80)) for name, command in self.commands.items()]
@@ -38,6 +51,8 @@ class LazyGroup(click.Group):
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tinsmith")
+@formatted
+@connected
 def main() -> None:
     """Train and sample language models through the Tinker protocol."""
 

@@ -1,0 +1,103 @@
+"""What commands print: a table for people or JSON for programs, chosen by `--format`.
+
+`tinsmith --format json run list` and `tinsmith run list --format json` mean the same; the flag nearer to the command
+wins.
+Does not know: where the data comes from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+FORMATS = ("table", "json")
+_KEY = "tinsmith.format"
+
+
+def formatted(command: F) -> F:
+    """Give a command `--format`; it is kept in the context, where `wants_json` finds it."""
+    return click.option(
+        "-f",
+        "--format",
+        type=click.Choice(FORMATS),
+        expose_value=False,
+        callback=_keep,
+        help="A table for people or JSON for programs.  [default: table]",
+    )(command)
+
+
+def _keep(context: click.Context, _parameter: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        context.meta[_KEY] = value
+
+
+def wants_json() -> bool:
+    """Was JSON asked for, here or before the command's name?"""
+    return bool(click.get_current_context().meta.get(_KEY, "table") == "json")
+
+
+def print_json(value: Any) -> None:
+    """Plain values, indented by two; moments and paths as text."""
+    click.echo(json.dumps(value, indent=2, default=str))
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title: str | None = None) -> None:
+    """A table as wide as its cells when piped, as wide as the terminal otherwise."""
+    from rich.table import Table
+
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(cell(value) for value in row))
+    console().print(table)
+
+
+def print_properties(values: Mapping[str, Any], *, title: str | None = None) -> None:
+    """Names on the left, values on the right."""
+    from rich.table import Table
+
+    table = Table("Property", "Value", title=title, title_justify="left")
+    for name, value in values.items():
+        table.add_row(name, cell(value))
+    console().print(table)
+
+
+def console(*, stderr: bool = False) -> Any:
+    """A terminal that neither colours numbers nor reads markup in data; piped, its lines are not broken."""
+    import sys
+
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() else 200
+    return Console(file=stream, highlight=False, markup=False, emoji=False, width=width, soft_wrap=False)
+
+
+def cell(value: Any) -> str:
+    """One value as people read it."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M")
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return str(value)
+
+
+def size(count: int | None) -> str:
+    """Bytes as people read them."""
+    if count is None:
+        return "-"
+    amount = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if amount < 1000:
+            return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        amount /= 1000
+    return f"{amount:.1f} TB"
