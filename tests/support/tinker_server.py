@@ -75,6 +75,9 @@ HANDLERS: Mapping[str, Handler] = {
 KEY = "tml-test-key"
 FOREIGN_KEY = "tml-foreign-key"
 
+ACCEPTING_ROUNDS = 10
+"""Rounds of the loop that asyncio may take from accepting a connection to telling its protocol."""
+
 
 class TinkerServer:
     """See the module's docstring; `settings` holds everything that can be changed while it runs."""
@@ -264,8 +267,10 @@ class TinkerServer:
             return
         self._peak = max(self._peak, server.peak)
         listener.close()
-        server.abort_all()
+        for _ in range(ACCEPTING_ROUNDS):  # those that were accepted and are not yet known
+            await asyncio.sleep(0)
         while server.open or server.connections:
+            server.abort_all()
             await asyncio.sleep(0)
         await listener.wait_closed()
         self._shell.server = self._listener = None

@@ -22,8 +22,5 @@ class MemoryStore(SqliteStore):
         super().__init__(MEMORY, max_bytes=max_bytes, readers=0, migrations=migrations)
 
     async def size_bytes(self) -> int:
-        self._open_writer()
-        rows: list[SizeRow] = await self._submit(
-            self._reads, Task([(_SIZE, ())], SizeRow, self._future(), is_read=True)
-        )
+        rows: list[SizeRow] = await self._read(Task([(_SIZE, ())], SizeRow, self._future(), is_read=True))
         return rows[0].size_bytes

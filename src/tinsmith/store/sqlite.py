@@ -55,7 +55,7 @@ class SqliteStore:
         self._max_bytes = max_bytes
         self._reader_count = readers
         self._migrations = load_migrations() if migrations is None else migrations
-        self._threads: list[Writer | Reader] = []
+        self._readers: list[Reader] = []
         self._writer: Writer | None = None
         self._reads: Queue = SimpleQueue()
         self._process_id = -1
@@ -73,22 +73,23 @@ class SqliteStore:
         self._loop = asyncio.get_running_loop()
         self._process_id = os.getpid()
         outbox = Outbox(self._loop)
-        self._writer = Writer(writing, outbox, self._explain)
-        self._reads = SimpleQueue() if reading else self._writer.queue
-        self._threads = [self._writer, *(Reader(item, self._reads, outbox, self._explain) for item in reading)]
-        for thread in self._threads:
-            thread.start()
+        self._writer = Writer(writing, outbox, self._explain, busy_timeout_s=self._busy_timeout_s)
+        self._reads = SimpleQueue()
+        self._readers = [Reader(item, self._reads, outbox, self._explain) for item in reading]
+        self._writer.start()
+        for reader in self._readers:
+            reader.start()
 
     async def close(self) -> None:
         if self._writer is None or self._process_id != os.getpid():
             return
         writer, self._writer = self._writer, None
-        writer.queue.put(None)
-        for _ in self._threads[1:]:
+        await writer.close()
+        for _ in self._readers:
             self._reads.put(None)
-        for thread in self._threads:
-            await asyncio.to_thread(thread.join)
-        self._threads = []
+        for reader in self._readers:
+            await asyncio.to_thread(reader.join)
+        self._readers = []
 
     async def write(self, *statements: Statement) -> int:
         if not statements:
@@ -98,33 +99,35 @@ class SqliteStore:
             (query.sql, query.bind(statement.parameters)) for query, statement in zip(queries, statements, strict=True)
         ]
         size_bytes = sum(len(value) for _, values in bound for value in values if isinstance(value, bytes))
-        queue = self._open_writer().queue
-        count: int = await self._submit(queue, Task(bound, None, self._future(), size_bytes))
+        task = Task(bound, None, self._future(), size_bytes)
+        self._open_writer().put(task)
+        count: int = await task.future
         return count
 
     async def write_returning(self, row_type: type[RowT], name: str, /, **parameters: Value) -> list[RowT]:
         query = find(_QUERIES, name)
-        queue = self._open_writer().queue
         task = Task([(query.sql, query.bind(parameters))], row_type, self._future())
-        rows: list[RowT] = await self._submit(queue, task)
+        self._open_writer().put(task)
+        rows: list[RowT] = await task.future
         return rows
 
     async def read(self, row_type: type[RowT], name: str, /, **parameters: Value) -> list[RowT]:
         query = find(_QUERIES, name)
-        self._open_writer()
         task = Task([(query.sql, query.bind(parameters))], row_type, self._future(), is_read=True)
-        rows: list[RowT] = await self._submit(self._reads, task)
+        rows: list[RowT] = await self._read(task)
         return rows
 
     async def size_bytes(self) -> int:
         self._open_writer()
         return await asyncio.to_thread(self._file_bytes)
 
-    def _submit(self, queue: Queue, task: Task) -> asyncio.Future[Any]:
-        queue.put(task)
+    def _read(self, task: Task) -> asyncio.Future[Any]:
+        """Queue a read: for a reader, or for the writer where there is no other connection."""
+        (self._reads if self._readers else self._open_writer()).put(task)
         return task.future
 
     def _future(self) -> asyncio.Future[Any]:
+        self._open_writer()
         assert self._loop is not None
         return self._loop.create_future()
 

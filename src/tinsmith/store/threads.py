@@ -1,4 +1,4 @@
-"""Threads that work on SQLite connections for an event loop: one that writes, some that read.
+"""SQLite connections that work for an event loop: one that writes, with a thread that commits, and threads that read.
 
 The writer commits in groups: what was queued while the last commit ran shares the next one. Each caller's statements
 stand or fall by themselves, and results go back to the loop together.
@@ -14,7 +14,7 @@ import sqlite3
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 import msgspec
@@ -28,6 +28,9 @@ MAX_GROUP = 1000
 """Writes in one commit."""
 MAX_GROUP_BYTES = 32 * 2**20
 """Bytes of payload in one commit, so that a small write does not wait long behind large ones."""
+
+MAX_INLINE_BYTES = 256 * 1024
+"""Bytes of payload that are written on the loop; copying more would make others wait."""
 
 _OF_THE_DATABASE = frozenset(
     {
@@ -75,24 +78,29 @@ class Outbox:
     """Results on their way to the loop; however many arrive before it wakes, it is woken once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._lock = threading.Lock()
         self._outcomes: deque[Outcome] = deque()
+        self._calls: list[Callable[[], None]] = []
         self._is_woken = False
 
-    def put(self, outcomes: Iterable[Outcome]) -> None:
+    def put(self, outcomes: Iterable[Outcome], then: Callable[[], None] | None = None) -> None:
+        """Deliver, and then call something on the loop."""
         with self._lock:
             self._outcomes.extend(outcomes)
+            if then is not None:
+                self._calls.append(then)
             was_woken, self._is_woken = self._is_woken, True
         if not was_woken:
             try:
-                self._loop.call_soon_threadsafe(self._deliver)
+                self.loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
                 logger.warning("the event loop is closed; results of finished writes have no receiver")
 
     def _deliver(self) -> None:
         with self._lock:
             outcomes, self._outcomes = self._outcomes, deque()
+            calls, self._calls = self._calls, []
             self._is_woken = False
         for future, result, error in outcomes:
             if future.done():
@@ -101,6 +109,8 @@ class Outbox:
                 future.set_result(result)
             else:
                 future.set_exception(error)
+        for call in calls:
+            call()
 
 
 Queue: TypeAlias = "SimpleQueue[Task | None]"
@@ -133,55 +143,98 @@ class _HalfDoneError(Exception):
     """A statement of a caller failed behind others of the same caller."""
 
 
-class Writer(threading.Thread):
-    """Runs writes in the order of its queue, in groups; None ends it when all before that is done.
+class Writer:
+    """Runs writes in the order in which they were put, in groups; what comes while one commits is the next.
+
+    Small statements run on the loop, and a thread does the commit, which waits for the disk: each statement would hand
+    over Python's lock, and a thread waits long for it while the loop is busy. A group with much payload, or one that
+    finds the database locked by another process, runs in the thread as a whole.
 
     A group runs without savepoints first. Only if a caller's later statement fails, it is rolled back and run again
-    with one around each caller: every statement hands over Python's lock several times, so fewer are faster.
+    with one around each caller.
     """
 
-    def __init__(self, connection: sqlite3.Connection, outbox: Outbox, explain: Explain) -> None:
-        super().__init__(name="tinsmith-store-writer", daemon=True)
-        self.queue: Queue = SimpleQueue()
+    def __init__(
+        self, connection: sqlite3.Connection, outbox: Outbox, explain: Explain, *, busy_timeout_s: float
+    ) -> None:
         self.commits = 0
         self._connection, self._outbox, self._explain = connection, outbox, explain
-        self._is_over = False
+        self._busy_timeout_s = busy_timeout_s
+        connection.execute("PRAGMA busy_timeout = 0")
+        self._waiting: deque[Task] = deque()
+        self._is_at_work = False
+        self._is_idle: asyncio.Event = asyncio.Event()
+        self._groups: SimpleQueue[tuple[list[Task], list[Outcome] | None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run_groups, name="tinsmith-store-writer", daemon=True)
         self._is_failing = False
 
-    def run(self) -> None:
-        while not self._is_over:
-            group = self._next_group()
-            writes = [task for task in group if not task.is_read]
-            outcomes = self._commit(writes) if writes else []
-            outcomes += [read(task, self._connection, self._explain) for task in group if task.is_read]
-            self._outbox.put(outcomes)
-        self._connection.close()
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, task: Task) -> None:
+        """Queue a task. Called on the loop."""
+        self._waiting.append(task)
+        if not self._is_at_work:
+            self._is_at_work = True
+            self._outbox.loop.call_soon(self._next)
+
+    async def close(self) -> None:
+        """Finish what was put, then close the connection."""
+        while self._is_at_work:
+            self._is_idle.clear()
+            await self._is_idle.wait()
+        self._groups.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    def _next(self) -> None:
+        """Begin the next group, if there is one."""
+        group = self._next_group()
+        if not group:
+            self._is_at_work = False
+            self._is_idle.set()
+            return
+        self._groups.put((group, self._begin(group)))
 
     def _next_group(self) -> list[Task]:
-        """Waits for one task and takes what is there behind it."""
         group: list[Task] = []
         size_bytes = 0
-        try:
-            task = self.queue.get()
-            while task is not None:
-                group.append(task)
-                size_bytes += task.size_bytes
-                if len(group) == MAX_GROUP or size_bytes >= MAX_GROUP_BYTES:
-                    return group
-                task = self.queue.get_nowait()
-            self._is_over = True
-        except Empty:
-            pass
+        while self._waiting and len(group) < MAX_GROUP and size_bytes < MAX_GROUP_BYTES:
+            group.append(self._waiting.popleft())
+            size_bytes += group[-1].size_bytes
         return group
 
-    def _commit(self, group: Sequence[Task], *, is_careful: bool = False) -> list[Outcome]:
+    def _begin(self, group: Sequence[Task]) -> list[Outcome] | None:
+        """The outcomes of the group's statements, run here and not committed; None if the thread is to run them."""
+        writes = [task for task in group if not task.is_read]
+        if not writes or sum(task.size_bytes for task in writes) > MAX_INLINE_BYTES:
+            return None
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-            outcomes = [self._run(task, is_careful=is_careful) for task in group]
+            return [self._run(task, is_careful=False) for task in writes]
+        except (_HalfDoneError, sqlite3.Error):
+            self._roll_back()
+            return None
+
+    def _run_groups(self) -> None:
+        while (item := self._groups.get()) is not None:
+            group, begun = item
+            writes = [task for task in group if not task.is_read]
+            outcomes = self._commit(writes, begun) if writes else []
+            outcomes += [read(task, self._connection, self._explain) for task in group if task.is_read]
+            self._outbox.put(outcomes, self._next)
+        self._connection.close()
+
+    def _commit(
+        self, group: Sequence[Task], begun: list[Outcome] | None = None, *, is_careful: bool = False
+    ) -> list[Outcome]:
+        try:
+            if begun is None:
+                self._wait_for_lock()
+                begun = [self._run(task, is_careful=is_careful) for task in group]
             self._connection.execute("COMMIT")
             self.commits += 1
             self._note(None)
-            return outcomes
+            return begun
         except _HalfDoneError:
             self._roll_back()
             return self._commit(group, is_careful=True)
@@ -192,6 +245,14 @@ class Writer(threading.Thread):
                 return [outcome for task in group for outcome in self._commit([task])]
             self._note(error)
             return [(task.future, None, self._explain(error)) for task in group]
+
+    def _wait_for_lock(self) -> None:
+        """Begin, as soon as other processes let go of the database. Only here may it take time."""
+        self._connection.execute(f"PRAGMA busy_timeout = {int(self._busy_timeout_s * 1000)}")
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+        finally:
+            self._connection.execute("PRAGMA busy_timeout = 0")
 
     def _note(self, error: sqlite3.Error | None) -> None:
         """Say when commits begin to fail and when they succeed again, not each time."""
