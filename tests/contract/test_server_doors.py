@@ -169,8 +169,9 @@ OF_SOMEBODY: dict[str, Callable[[World], list[Ask]]] = {
     "get_external_weights_urls": lambda w: [ask("get_external_weights_urls", **w.checkpoint)],
     "get_checkpoint_archive": lambda w: [ask("get_checkpoint_archive", **w.checkpoint)],
     "sample_stream": lambda w: [("POST", "/tinsmith/v1/sample_stream", sample(w.sampler, 50))],
+    "sample_results": lambda w: [("POST", "/tinsmith/v1/sample_results", target(w))],
 }
-"""Calls that name something, by route; our own endpoint is the last."""
+"""Calls that name something, by route; our own endpoints are the last. Each body of `samples` is walked elsewhere."""
 
 HOURS = "?starting_on=2027-01-15T00:00:00Z&ending_before=2027-01-16T00:00:00Z"
 OF_ONESELF: dict[str, Ask] = {
@@ -191,9 +192,13 @@ OF_ONESELF: dict[str, Ask] = {
     "quota": ("GET", "/tinsmith/v1/quota", None),
     "status": ("GET", "/tinsmith/v1/status", None),
     "tokenizer": ("GET", f"/tinsmith/v1/tokenizer?model={BASE}", None),
+    "samples": ("POST", "/tinsmith/v1/samples", b"\x90"),
     "delete_api_key": ask("delete_api_key"),
 }
 """Calls that show or change what is the caller's own; the last one ends the key."""
+
+OWN = {"sample_stream", "samples", "sample_results", "quota", "status", "tokenizer"}
+"""Endpoints of our own that need a key."""
 
 OPEN = {"/api/v1/healthz", "/healthz", "/readyz", "/openapi.json", "/tinsmith/v1/version", "/metrics"}
 """Endpoints for everybody; /metrics only while the server listens on loopback."""
@@ -223,17 +228,14 @@ async def settle_in(server: Server, client: Client) -> World:
 def test_the_walk_knows_every_route(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as server:
-            named = (set(OF_SOMEBODY) | set(OF_ONESELF)) - {"sample_stream", "quota", "status", "tokenizer"}
+            named = (set(OF_SOMEBODY) | set(OF_ONESELF)) - OWN
             assert named | {"healthz"} == {route.name for route in ROUTES}
             protocol = {route.path for route in ROUTES}
             own = {route.path for route in server.app.routes} - {
                 path.replace("{checkpoint_id}", "{checkpoint_id:checkpoint}") for path in protocol
             }
             assert own == (OPEN - {"/api/v1/healthz"}) | {
-                "/tinsmith/v1/sample_stream",
-                "/tinsmith/v1/quota",
-                "/tinsmith/v1/status",
-                "/tinsmith/v1/tokenizer",
+                *(f"/tinsmith/v1/{name}" for name in OWN),
                 "/tinsmith/v1/download/{name:path}",
             }
 
@@ -328,7 +330,7 @@ def test_what_is_anothers_reads_as_missing(tmp_path: Path, user: str) -> None:
                 assert answer.status in (200, 404, 400), (name, answer)
                 if name != "status" or org == "other":
                     for secret in (world.session, world.model, "plan", "acme.ann"):
-                        assert secret not in answer.body.decode(), name
+                        assert secret.encode() not in answer.body, name
             assert (await ann.get(f"sessions/{world.session}")).status == 200
             await ann.result(await ann.post("forward_backward", forward_backward(world.model, 3)))
 

@@ -37,6 +37,7 @@ ENDING = ("delete_checkpoint", "unload_model", "finish_session", "delete_api_key
 """Routes that take away what others need; they come last."""
 EXTENSIONS = {
     "sample_stream": ("POST", "/tinsmith/v1/sample_stream", OPERATIONS["asample"][2]),
+    "sample_results": ("POST", "/tinsmith/v1/sample_results", OPERATIONS["retrieve_futures"][2]),
     "download": ("GET", "/tinsmith/v1/download/{name}", {"parameters": [{"name": "name", "in": "path"}]}),
     "tokenizer": ("GET", "/tinsmith/v1/tokenizer", {"parameters": [{"name": "model", "in": "query"}]}),
     "quota": ("GET", "/tinsmith/v1/quota", {"parameters": []}),

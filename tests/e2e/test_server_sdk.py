@@ -141,6 +141,53 @@ def test_ctrl_c_ends_a_program_and_cancels_its_work(server: ServerProcess, event
     eventually(lambda: queued(server) == 0, 15)
 
 
+def requests_for(server: ServerProcess, route: str) -> int:
+    """How often a path was asked for, as the server counts."""
+    text = urllib.request.urlopen(f"{server.url}/metrics", timeout=WAIT_S).read().decode()
+    lines = [line for line in text.splitlines() if line.startswith("tinsmith_requests_total") and f'"{route}"' in line]
+    return int(sum(float(line.rpartition(" ")[2]) for line in lines))
+
+
+def test_many_samples_at_once_are_those_that_each_gives_alone(server: ServerProcess, sampler: SamplingClient) -> None:
+    params = [SamplingParams(max_tokens=4, seed=seed) for seed in range(300)]
+    alone = [sampler.sample(PROMPT, 1, each).result(WAIT_S).sequences[0].tokens for each in params[:20]]
+    before = requests_for(server, "asample")
+    futures = [sampler.sample(PROMPT, 1, each) for each in params]
+    together = [future.result(WAIT_S).sequences[0].tokens for future in futures]
+    assert together[:20] == alone
+    assert len({tuple(tokens) for tokens in together}) > 250
+    assert requests_for(server, "asample") - before < 100
+
+
+def test_one_wrong_sample_among_many_fails_alone(sampler: SamplingClient) -> None:
+    right, wrong = SamplingParams(max_tokens=2, seed=1), SamplingParams(max_tokens=10**6)
+
+    async def all_at_once() -> list[Any]:
+        asked = [sampler.sample_async(PROMPT, 1, wrong if number == 7 else right) for number in range(20)]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    answers = asyncio.run(asyncio.wait_for(all_at_once(), WAIT_S))
+    assert [index for index, answer in enumerate(answers) if isinstance(answer, Exception)] == [7]
+    assert isinstance(answers[7], BadRequestError)
+    assert "sampling_params.max_tokens: 1000000" in str(answers[7])
+
+
+def test_samples_given_up_before_they_are_answered_leave_the_server(
+    server: ServerProcess, sampler: SamplingClient, eventually: Callable[..., None]
+) -> None:
+    server.hold()
+
+    async def leave() -> None:
+        asked = [asyncio.ensure_future(sampler.sample_async(PROMPT, 1, PARAMS)) for _ in range(30)]
+        await asyncio.sleep(0.01)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(leave(), WAIT_S))
+    eventually(lambda: queued(server) == 0, 15)
+
+
 def test_a_model_without_a_tokenizer_is_refused_by_name(client: ServiceClient) -> None:
     trainer = client.create_lora_training_client(MODEL, rank=2)
     with pytest.raises(TinkerError, match=f"the server has no tokenizer for {MODEL}, and"):

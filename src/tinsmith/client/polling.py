@@ -1,6 +1,6 @@
 """Asking for a result until it is there.
 
-Owns: the meaning of every answer of `retrieve_future`, the pace of polling, and the shared poll of a sampling session.
+Owns: the meaning of every answer of `retrieve_future`, and the pace of polling.
 Does not know: what the result is for.
 """
 
@@ -30,8 +30,7 @@ from tinsmith.errors import (
 from tinsmith.transport.base import HttpResponse, Purpose
 from tinsmith.transport.retry import NO_RETRY, next_delay_s
 from tinsmith.wire import faults, proto_outputs, proto_sampling
-from tinsmith.wire.futures import FuturesRetrieveRequest, SamplingSessionFuturesTarget
-from tinsmith.wire.routes import RETRIEVE_FUTURE, RETRIEVE_FUTURES, Route
+from tinsmith.wire.routes import RETRIEVE_FUTURE, Route
 from tinsmith.wire.sampling import SampleResponse
 from tinsmith.wire.training import ForwardBackwardOutput
 
@@ -73,13 +72,16 @@ async def wait_for_result(
     metadata_first: bool = True,
     submit_s: float | None = None,
     since: float | None = None,
+    answer: HttpResponse | None = None,
 ) -> Any:
-    """The result of a promise. Raises RequestFailedError when the operation failed, RetryableException when the
-    server no longer knows the promise, APIConnectionError when it has been out of reach for too long. The deadline of
-    the result counts from `since`, a monotonic time; from now if that is not given."""
+    """The result of a promise; `answer` is one to it that is there already.
+
+    Raises RequestFailedError when the operation failed, RetryableException when the server no longer knows the promise,
+    APIConnectionError when it has been out of reach for too long. The deadline of the result counts from `since`, a
+    monotonic time; from now if that is not given."""
     wait = _Wait(connection, route, request_id, what, outage, observer, metadata_first, submit_s, since)
     try:
-        return await wait.run()
+        return await wait.run(answer)
     finally:
         wait.end()
 
@@ -124,13 +126,13 @@ class _Wait:
         if self._held_bytes is not None:
             self._connection.limits.response_bytes.release(self._held_bytes)
 
-    async def run(self) -> Any:
+    async def run(self, answer: HttpResponse | None = None) -> Any:
         """Ask until there is a result."""
         while True:
             asked = time.monotonic()
             left = self._left()
             try:
-                response = await self._poll(left)
+                response, answer = answer or await self._poll(left), None
             except APIStatusError as error:
                 await self._refused(error, asked)
                 continue
@@ -262,90 +264,3 @@ def _read_probe(response: HttpResponse, what: str) -> _Probe:
         return _probe.decode(response.body)
     except msgspec.DecodeError as error:
         raise TinkerError(f"{what}: the answer of {response.url} is not JSON: {error}") from error
-
-
-class SamplingSessionPoller:
-    """One poll for all pending samples of a sampling session, where the server offers that.
-
-    `wait` returns when a sample is done, whatever its outcome; the caller then fetches it. When the shared poll fails
-    for good, waiters are let go and poll by themselves.
-    """
-
-    def __init__(self, connection: Connection, sampling_session_id: str, clone: int, outage: Outage) -> None:
-        self._connection = connection
-        self._outage = outage
-        self._target = SamplingSessionFuturesTarget(sampling_session_id=sampling_session_id, cloned_sampler_id=clone)
-        self._waiting: dict[str, asyncio.Future[bool]] = {}
-        self._early: set[str] = set()
-        self._fetched: list[str] = []
-        self._task: asyncio.Task[Any] | None = None
-        self._cursor = 0
-
-    async def wait(self, request_id: str) -> bool:
-        """True: the result's size is bounded, fetch it directly; False: ask in the ordinary way."""
-        if request_id in self._early:
-            self._early.discard(request_id)
-            return True
-        future = self._waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
-        if self._task is None or self._task.done():
-            self._task = self._connection.runner.spawn(self._poll())
-        try:
-            return await future
-        except asyncio.CancelledError:
-            self._waiting.pop(request_id, None)
-            raise
-
-    def fetched(self, request_id: str) -> None:
-        self._fetched.append(request_id)
-
-    async def _poll(self) -> None:
-        trouble = Trouble(self._connection, f"samples of {self._target.sampling_session_id}", self._outage)
-        try:
-            while self._waiting and await self._ask(trouble):
-                pass
-        finally:
-            trouble.over()
-        if not self._connection.runner.is_closed:
-            for request_id in list(self._waiting):
-                self._finish(request_id, False)
-
-    async def _ask(self, trouble: Trouble) -> bool:
-        """One poll; False: it has failed for good."""
-        reported = list(self._fetched)
-        request = FuturesRetrieveRequest(target=self._target, prev_cursor=self._cursor, retrieved_request_ids=reported)
-        asked = time.monotonic()
-        try:
-            answer = await self._connection.call(
-                RETRIEVE_FUTURES,
-                request,
-                purpose=Purpose.RETRIEVE,
-                policy=NO_RETRY,
-                timeout_s=self._connection.config.poll_timeout_s,
-            )
-        except TinkerError as error:
-            return await self._may_go_on(trouble, error)
-        trouble.over()
-        self._cursor = answer.cursor
-        del self._fetched[: len(reported)]
-        for completion in answer.completions:
-            self._finish(completion.request_id, True)
-        if not answer.completions and time.monotonic() - asked < QUICK_ANSWER_S:
-            await asyncio.sleep(QUICK_ANSWER_S)
-        return True
-
-    async def _may_go_on(self, trouble: Trouble, error: TinkerError) -> bool:
-        if self._connection.runner.is_closed:
-            return False
-        try:
-            await trouble.wait(error)
-        except TinkerError:
-            logger.warning("polling samples together failed (%s); each polls by itself now", error)
-            return False
-        return True
-
-    def _finish(self, request_id: str, value: bool) -> None:
-        future = self._waiting.pop(request_id, None)
-        if future is None:
-            self._early.add(request_id)
-        elif not future.done():
-            future.set_result(value)

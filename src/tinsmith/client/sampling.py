@@ -22,9 +22,11 @@ from tinsmith.client.embedded import client_config
 from tinsmith.client.futures import Future, awaited, blocking
 from tinsmith.client.operations import Operations, cancel_sample
 from tinsmith.client.outage import Affected
-from tinsmith.client.polling import SamplingSessionPoller, late, wait_for_result
+from tinsmith.client.polling import late, wait_for_result
 from tinsmith.client.progress import ProgressWatch
 from tinsmith.client.retry_config import RetryConfig
+from tinsmith.client.sample_batches import SampleSubmits
+from tinsmith.client.sample_results import SamplingSessionPoller, Told
 from tinsmith.client.sequence import Sequence
 from tinsmith.client.session import Session
 from tinsmith.client.streaming import SampledTokens, stream_sample
@@ -39,7 +41,7 @@ from tinsmith.errors import (
     TinkerError,
 )
 from tinsmith.transport.base import Purpose
-from tinsmith.transport.retry import NO_RETRY, next_delay_s
+from tinsmith.transport.retry import next_delay_s
 from tinsmith.wire import json_codec
 from tinsmith.wire.chunks import EncodedTextChunk
 from tinsmith.wire.inputs import ModelInput
@@ -77,7 +79,6 @@ PORTABLE_RETRY = (
     "enable_stuck_detection",
 )
 """The retry settings that go along with a sampler; exception classes stay behind."""
-_BACKPRESSURE = {"x-tinker-sampling-backpressure": "1"}
 
 
 class SamplerState(msgspec.Struct, frozen=True):
@@ -110,6 +111,7 @@ class SamplingClient:
         self._numbers: Sequence | None = None if shadow else Sequence()
         self._clone = 0
         self._poller: SamplingSessionPoller | None = None
+        self._submits = SampleSubmits(holder)
         self._joining: asyncio.Lock | None = None
         self._progress = ProgressWatch(self._retry.progress_timeout, holder.connection.runner)
         self._base_model: str | None = None
@@ -348,7 +350,7 @@ class SamplingClient:
             what = f"sample of {self.sampling_session_id}"
             observer = holder.queue_observer(what) if holder.queue_observer is not None else None
             submitted = time.monotonic()
-            metadata_first = not await self._wait_with_others(promise.request_id, what)
+            told = await self._wait_with_others(promise.request_id, what)
             response: SampleResponse = await wait_for_result(
                 connection,
                 ASAMPLE,
@@ -356,11 +358,12 @@ class SamplingClient:
                 what=what,
                 outage=holder.outage,
                 observer=observer,
-                metadata_first=metadata_first,
+                metadata_first=not told.is_done,
                 submit_s=submitted - started,
                 since=submitted,
+                answer=told.answer,
             )
-            if self._poller is not None:
+            if self._poller is not None and told.answer is None:
                 self._poller.fetched(promise.request_id)
         except asyncio.CancelledError:
             if connection.dynamic.sample_cancel_enabled and not connection.runner.is_closed:
@@ -372,11 +375,11 @@ class SamplingClient:
         _check_response(request, response)
         return _with_ids(response, promise.sample_sequence_ids)
 
-    async def _wait_with_others(self, request_id: str, what: str) -> bool:
-        """Wait for a sample by the poll that all of this sampler share, where the server has it; True: it is there."""
+    async def _wait_with_others(self, request_id: str, what: str) -> Told:
+        """Wait for a sample by the poll that all of this sampler share, where the server has it."""
         connection = self.holder.connection
         if not connection.server.sample_use_retrieve_futures:
-            return False
+            return Told(False)
         if self._poller is None:
             self._poller = SamplingSessionPoller(connection, self.sampling_session_id, self._clone, self.holder.outage)
         try:
@@ -397,9 +400,7 @@ class SamplingClient:
                 if not limits.sample_bytes.acquire_now(size):
                     await limits.sample_bytes.acquire(size)
                 try:
-                    return await self.holder.promise(
-                        ASAMPLE, body, purpose=Purpose.SAMPLE, policy=NO_RETRY, headers=_BACKPRESSURE
-                    )
+                    return await self._submits.promise(body)
                 finally:
                     limits.sample_bytes.release(size)
             except (RateLimitError, BillingError) as error:

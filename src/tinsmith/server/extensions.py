@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,33 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tinsmith.engine.base import TokenEvent
-from tinsmith.errors import InvalidInputError, TinkerError
+from tinsmith.errors import InvalidInputError, LimitExceededError, TinkerError, WireError
 from tinsmith.server.calls import JSON
-from tinsmith.server.http import read_body, refusal, unpacked
+from tinsmith.server.http import fault, read_body, refusal, unpacked
 from tinsmith.server.identity import Caller
 from tinsmith.server.openapi import openapi
 from tinsmith.server.promises import Outcome
 from tinsmith.server.refusals import UnknownResourceError
-from tinsmith.server.routes.futures import position_of
-from tinsmith.server.routes.sampling import submit_sample
+from tinsmith.server.routes.futures import finished_samples, position_of
+from tinsmith.server.routes.sampling import submit_body, submit_sample
 from tinsmith.server.routes.training import card_of
 from tinsmith.server.services import Services
 from tinsmith.server.signing import DOWNLOAD_PREFIX
 from tinsmith.version import __version__
 from tinsmith.wire import json_codec, proto_sampling
+from tinsmith.wire.futures import FuturesRetrieveRequest
+from tinsmith.wire.own_routes import (
+    MAX_SAMPLES_AT_ONCE,
+    MSGPACK_TYPE,
+    OWN_PREFIX,
+    SAMPLE_RESULTS,
+    SAMPLES,
+    SubmitAnswer,
+)
 from tinsmith.wire.sampling import SampleRequest
 
-PREFIX = "/tinsmith/v1"
+logger = logging.getLogger(__name__)
+
 KEEP_ALIVE_S = 10.0
 """A silent stream says where it stands this often."""
 
@@ -46,11 +57,13 @@ def extension_routes(services: Services) -> list[Route]:
         Route("/readyz", extensions.readyz),
         Route("/metrics", extensions.metrics),
         Route("/openapi.json", extensions.openapi),
-        Route(f"{PREFIX}/version", extensions.version),
-        Route(f"{PREFIX}/tokenizer", extensions.tokenizer),
-        Route(f"{PREFIX}/quota", extensions.quota),
-        Route(f"{PREFIX}/status", extensions.status),
-        Route(f"{PREFIX}/sample_stream", extensions.sample_stream, methods=["POST"]),
+        Route(f"{OWN_PREFIX}/version", extensions.version),
+        Route(f"{OWN_PREFIX}/tokenizer", extensions.tokenizer),
+        Route(f"{OWN_PREFIX}/quota", extensions.quota),
+        Route(f"{OWN_PREFIX}/status", extensions.status),
+        Route(f"{OWN_PREFIX}/sample_stream", extensions.sample_stream, methods=["POST"]),
+        Route(SAMPLES.path, extensions.samples, methods=["POST"]),
+        Route(SAMPLE_RESULTS.path, extensions.sample_results, methods=["POST"]),
         Route(DOWNLOAD_PREFIX + "{name:path}", extensions.download),
     ]
 
@@ -147,11 +160,7 @@ class Extensions:
         try:
             caller = await self._caller(request)
             caller.need("sample")
-            headers = dict(request.headers)
-            raw = await read_body(
-                request.receive, headers, services.config.max_body_bytes, services.config.body_timeout_s
-            )
-            body = unpacked(raw, headers, services.config.max_unpacked_bytes)
+            body = await self._body(request)
             sample = json_codec.decode(body, SampleRequest)
             request_id = await submit_sample(services, caller, body, sample, events.put_nowait)
         except TinkerError as error:
@@ -199,6 +208,45 @@ class Extensions:
         sequences = [{"stop_reason": sequence.stop_reason} for sequence in response.sequences]
         return _event("done", {"sequences": sequences})
 
+    async def samples(self, request: Request) -> Response:
+        """Many bodies of asample at once (a msgpack array); the answer has one of asample's for each."""
+        try:
+            caller = await self._caller(request)
+            caller.need("sample")
+            bodies = _bodies(await self._body(request))
+        except TinkerError as error:
+            return _refused(error)
+        answers = await asyncio.gather(*(self._sample(caller, index, body) for index, body in enumerate(bodies)))
+        return Response(msgspec.msgpack.encode(answers), media_type=MSGPACK_TYPE)
+
+    async def _sample(self, caller: Caller, index: int, body: bytes) -> SubmitAnswer:
+        try:
+            if index:  # the first was counted with the request
+                self._services.admission.check_rate(caller)
+            answer = await submit_body(self._services, caller, body)
+        except TinkerError as error:
+            answer = refusal(error)
+        except Exception as error:
+            logger.exception("samples failed", extra={"event": "fault", "route": SAMPLES.name})
+            answer = refusal(fault(error))
+        return SubmitAnswer(answer.status, answer.body, dict(answer.headers))
+
+    async def sample_results(self, request: Request) -> Response:
+        """As retrieve_futures, with the results in the answer (msgpack): one request brings many samples."""
+        try:
+            caller = await self._caller(request)
+            caller.need("sample")
+            asked = json_codec.decode(await self._body(request), FuturesRetrieveRequest)
+            results = await finished_samples(self._services, caller, asked)
+        except TinkerError as error:
+            return _refused(error)
+        return Response(msgspec.msgpack.encode(results), media_type=MSGPACK_TYPE)
+
+    async def _body(self, request: Request) -> bytes:
+        config, headers = self._services.config, dict(request.headers)
+        raw = await read_body(request.receive, headers, config.max_body_bytes, config.body_timeout_s)
+        return unpacked(raw, headers, config.max_unpacked_bytes)
+
     async def download(self, request: Request) -> Response:
         """A file behind a signed address that some answer gave; ranges work, so downloads can be resumed."""
         name = request.path_params["name"]
@@ -218,6 +266,16 @@ class Extensions:
         caller = await self._services.authenticator.caller(credential)
         self._services.admission.check_rate(caller)
         return caller
+
+
+def _bodies(packed: bytes) -> list[bytes]:
+    try:
+        bodies = msgspec.msgpack.decode(packed, type=list[bytes])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise WireError(f"samples: the body is not a msgpack array of bodies: {error}") from None
+    if len(bodies) > MAX_SAMPLES_AT_ONCE:
+        raise LimitExceededError(f"samples: {len(bodies)} at once are more than {MAX_SAMPLES_AT_ONCE}", field="body")
+    return bodies
 
 
 def _tokenizer_files(directory: Path) -> dict[str, Any]:

@@ -8,18 +8,21 @@ import msgspec
 
 from tinsmith.engine.base import Position
 from tinsmith.server.calls import JSON, NOTHING, PROTOBUF, Answer, Call, Handlers, reply
-from tinsmith.server.promises import Outcome, Promise
+from tinsmith.server.identity import Caller
+from tinsmith.server.promises import Completion, Outcome, Promise
 from tinsmith.server.refusals import GoneError, UnknownResourceError
 from tinsmith.server.services import Services
 from tinsmith.server.work import CLONE_BLOCK
 from tinsmith.store.base import Row
 from tinsmith.store.rows import ResultRow
 from tinsmith.wire import futures as wire
-from tinsmith.wire import json_codec, proto_outputs, proto_sampling
+from tinsmith.wire import json_codec, own_routes, proto_outputs, proto_sampling
 
 CATCH_UP_S = 120.0
 """How far before a batch poll's cursor the store is searched after a restart; clients ignore what they know."""
 CATCH_UP_ROWS = 10_000
+MAX_RESULTS_BYTES = 4 * 1024 * 1024
+"""An answer with many results ends behind the one that goes beyond this."""
 
 
 async def retrieve_future(services: Services, call: Call) -> Answer:
@@ -109,28 +112,69 @@ class CompletionRow(Row, frozen=True, kw_only=True):
 
 async def retrieve_futures(services: Services, call: Call) -> Answer:
     request: wire.FuturesRetrieveRequest = call.message
-    target = request.target
-    await services.access.live_sampler(call.caller, target.sampling_session_id)
-    feed = services.broker.feed((target.sampling_session_id, target.cloned_sampler_id))
-    known = set(request.retrieved_request_ids)
-    older: list[wire.FutureCompletion] = []
-    if request.prev_cursor < feed.began:
-        older = await _older(services, target, request.prev_cursor, known)
-    timeout_s = min(request.timeout or services.config.poll_s, services.config.poll_s)
-    events = feed.after(request.prev_cursor) if older else await feed.wait(request.prev_cursor, timeout_s)
-    known.update(done.request_id for done in older)
-    completions = older + [
-        _completion(event.request_id, event.size_bytes, event.is_error)
-        for event in events
-        if event.request_id not in known
+    older, events = await _completed(services, call.caller, request)
+    told = set(request.retrieved_request_ids)
+    completions = [
+        _completion(done.request_id, done.size_bytes, done.is_error)
+        for done in (*older, *events)
+        if done.request_id not in told
     ]
-    cursor = events[-1].cursor if events else max(request.prev_cursor, feed.began)
-    return reply(wire.FuturesRetrieveResponse(completions=completions, cursor=cursor))
+    return reply(wire.FuturesRetrieveResponse(completions=completions, cursor=_cursor(services, request, events)))
 
 
-async def _older(
-    services: Services, target: wire.SamplingSessionFuturesTarget, cursor: int, known: set[str]
-) -> list[wire.FutureCompletion]:
+async def finished_samples(
+    services: Services, caller: Caller, request: wire.FuturesRetrieveRequest
+) -> own_routes.SampleResults:
+    """What `retrieve_futures` tells, with the results that are in memory, as far as one answer holds them."""
+    older, events = await _completed(services, caller, request)
+    told = set(request.retrieved_request_ids)
+    results = [own_routes.SampleResult(done.request_id) for done in older if done.request_id not in told]
+    size_bytes = count = 0
+    for event in events:
+        if size_bytes > MAX_RESULTS_BYTES:
+            break
+        count += 1
+        if event.request_id not in told:
+            results.append(_with_body(services, event))
+            size_bytes += len(results[-1].body or b"")
+    return own_routes.SampleResults(_cursor(services, request, events[:count]), results)
+
+
+def _with_body(services: Services, event: Completion) -> own_routes.SampleResult:
+    found = services.broker.recent(event.request_id)
+    if found is None or event.size_bytes > services.config.metadata_above_bytes:
+        return own_routes.SampleResult(event.request_id)
+    outcome = found[1]
+    return own_routes.SampleResult(event.request_id, PROTOBUF if outcome.encoding == "protobuf" else JSON, outcome.body)
+
+
+async def _completed(
+    services: Services, caller: Caller, request: wire.FuturesRetrieveRequest
+) -> tuple[list[Completion], list[Completion]]:
+    """What a sampling client's samples have come to: from the store what memory does not have, and from memory, in
+    order; waits for the first."""
+    target = request.target
+    await services.access.live_sampler(caller, target.sampling_session_id)
+    feed = services.broker.feed((target.sampling_session_id, target.cloned_sampler_id))
+    older: list[Completion] = []
+    if request.prev_cursor < feed.began:
+        found = await _older(services, target, request.prev_cursor)
+        recent = {event.request_id for event in feed.after(request.prev_cursor)}
+        older = [done for done in found if done.request_id not in recent]
+    timeout_s = min(request.timeout or services.config.poll_s, services.config.poll_s)
+    is_news = any(done.request_id not in request.retrieved_request_ids for done in older)
+    events = feed.after(request.prev_cursor) if is_news else await feed.wait(request.prev_cursor, timeout_s)
+    return older, events
+
+
+def _cursor(services: Services, request: wire.FuturesRetrieveRequest, events: list[Completion]) -> int:
+    """Where the next poll goes on, when these have been told."""
+    target = request.target
+    began = services.broker.feed((target.sampling_session_id, target.cloned_sampler_id)).began
+    return events[-1].cursor if events else max(request.prev_cursor, began)
+
+
+async def _older(services: Services, target: wire.SamplingSessionFuturesTarget, cursor: int) -> list[Completion]:
     first = target.cloned_sampler_id * CLONE_BLOCK
     rows = await services.store.read(
         CompletionRow,
@@ -141,11 +185,7 @@ async def _older(
         after=cursor / 1e6 - CATCH_UP_S,
         limit=CATCH_UP_ROWS,
     )
-    return [
-        _completion(row.request_id, row.size_bytes, row.encoding == "error")
-        for row in rows
-        if row.request_id not in known
-    ]
+    return [Completion(cursor, row.request_id, row.size_bytes, row.encoding == "error") for row in rows]
 
 
 def _completion(request_id: str, size_bytes: int, is_error: bool) -> wire.FutureCompletion:

@@ -109,8 +109,13 @@ async def get_sampler(services: Services, call: Call) -> Answer:
 
 
 async def asample(services: Services, call: Call) -> Answer:
-    request = json_codec.decode(call.body, wire.SampleRequest)
-    request_id = await submit_sample(services, call.caller, call.body, request)
+    return await submit_body(services, call.caller, call.body)
+
+
+async def submit_body(services: Services, caller: Caller, body: bytes) -> Answer:
+    """Take in the body of a sample; answers with its promise."""
+    request = json_codec.decode(body, wire.SampleRequest)
+    request_id = await submit_sample(services, caller, body, request)
     ids = [f"{request_id}:{index}" for index in range(request.num_samples)]
     return reply(UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids))
 

@@ -11,6 +11,7 @@ from tinsmith.server.calls import NOTHING, Answer, Call, Handlers, reply
 from tinsmith.server.services import Services
 from tinsmith.store.base import statement
 from tinsmith.store.rows import KeyRow, OrgRow, TelemetryRow
+from tinsmith.wire.own_routes import SAMPLE_RESULTS, SAMPLES
 from tinsmith.wire.service import (
     ApiKeyDetails,
     ApiKeyOrganization,
@@ -39,7 +40,13 @@ CLIENT_CONFIG = {
     "custom_loss_server_side": True,
     "sample_join_sampling_session": True,
     "use_pyqwest_transport": False,
-    "tinsmith": {"sample_stream": True, "tokenizer": True, "quota": True},
+    "tinsmith": {
+        "sample_stream": True,
+        SAMPLES.name: True,
+        SAMPLE_RESULTS.name: True,
+        "tokenizer": True,
+        "quota": True,
+    },
 }
 """How clients should speak to this server; `tinsmith` announces our own extensions. The plain transport is asked for
 because the other one leaves its threads behind (numbers: 244 threads at 1,000 samples)."""

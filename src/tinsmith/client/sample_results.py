@@ -1,0 +1,152 @@
+"""One poll for all pending samples of a sampling session, where the server offers that.
+
+The protocol's own poll tells which samples are done, and each is then fetched. A server that announces
+`sample_results` sends the results along.
+Does not know: what a sample is, how a result is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tinsmith.client.connection import JSON_TYPE, Connection
+from tinsmith.client.outage import Outage
+from tinsmith.client.polling import QUICK_ANSWER_S, Trouble
+from tinsmith.errors import TinkerError
+from tinsmith.transport.base import HttpResponse, Purpose
+from tinsmith.transport.retry import NO_RETRY
+from tinsmith.wire import json_codec
+from tinsmith.wire.futures import FuturesRetrieveRequest, SamplingSessionFuturesTarget
+from tinsmith.wire.own_routes import SAMPLE_RESULTS, SampleResult, SampleResults
+from tinsmith.wire.routes import RETRIEVE_FUTURES
+
+logger = logging.getLogger(__name__)
+
+MAX_EARLY = 256
+"""Results held that nobody waits for yet, because the answer to their submit is still under way; more are fetched."""
+
+_results = msgspec.msgpack.Decoder(SampleResults)
+
+
+class Told(NamedTuple):
+    """What the shared poll says of a sample."""
+
+    is_done: bool
+    """True: fetch it directly, its size is bounded; False: ask in the ordinary way."""
+    answer: HttpResponse | None = None
+    """The result itself, if it came along."""
+
+
+class SamplingSessionPoller:
+    """`wait` returns when a sample is done, whatever its outcome. When the shared poll fails for good, waiters are let
+    go and poll by themselves."""
+
+    def __init__(self, connection: Connection, sampling_session_id: str, clone: int, outage: Outage) -> None:
+        self._connection = connection
+        self._outage = outage
+        self._target = SamplingSessionFuturesTarget(sampling_session_id=sampling_session_id, cloned_sampler_id=clone)
+        self._waiting: dict[str, asyncio.Future[Told]] = {}
+        self._early: dict[str, Told] = {}
+        self._fetched: list[str] = []
+        self._task: asyncio.Task[Any] | None = None
+        self._cursor = 0
+
+    async def wait(self, request_id: str) -> Told:
+        early = self._early.pop(request_id, None)
+        if early is not None:
+            return early
+        future = self._waiting.setdefault(request_id, asyncio.get_running_loop().create_future())
+        if self._task is None or self._task.done():
+            self._task = self._connection.runner.spawn(self._poll())
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._waiting.pop(request_id, None)
+            raise
+
+    def fetched(self, request_id: str) -> None:
+        self._fetched.append(request_id)
+
+    async def _poll(self) -> None:
+        trouble = Trouble(self._connection, f"samples of {self._target.sampling_session_id}", self._outage)
+        try:
+            while self._waiting and await self._ask(trouble):
+                pass
+        finally:
+            trouble.over()
+            if not self._connection.runner.is_closed:
+                for request_id in list(self._waiting):
+                    self._finish(request_id, Told(False))
+
+    async def _ask(self, trouble: Trouble) -> bool:
+        """One poll; False: it has failed for good."""
+        reported = list(self._fetched)
+        request = FuturesRetrieveRequest(target=self._target, prev_cursor=self._cursor, retrieved_request_ids=reported)
+        asked = time.monotonic()
+        try:
+            if self._connection.extensions.get(SAMPLE_RESULTS.name):
+                self._cursor, done = await self._results(request)
+            else:
+                self._cursor, done = await self._completions(request)
+        except TinkerError as error:
+            return await self._may_go_on(trouble, error)
+        trouble.over()
+        del self._fetched[: len(reported)]
+        for request_id, told in done:
+            self._finish(request_id, told)
+        if not done and time.monotonic() - asked < QUICK_ANSWER_S:
+            await asyncio.sleep(QUICK_ANSWER_S)
+        return True
+
+    async def _completions(self, request: FuturesRetrieveRequest) -> tuple[int, list[tuple[str, Told]]]:
+        answer = await self._connection.call(
+            RETRIEVE_FUTURES,
+            request,
+            purpose=Purpose.RETRIEVE,
+            policy=NO_RETRY,
+            timeout_s=self._connection.config.poll_timeout_s,
+        )
+        return answer.cursor, [(done.request_id, Told(True)) for done in answer.completions]
+
+    async def _results(self, request: FuturesRetrieveRequest) -> tuple[int, list[tuple[str, Told]]]:
+        response = await self._connection.send(
+            SAMPLE_RESULTS,
+            json_codec.encode(request),
+            headers={"content-type": JSON_TYPE},
+            purpose=Purpose.RETRIEVE,
+            policy=NO_RETRY,
+            timeout_s=self._connection.config.poll_timeout_s,
+        )
+        try:
+            answer = _results.decode(response.body)
+        except msgspec.DecodeError as error:
+            raise TinkerError(f"the answer of {response.url} cannot be read: {error}") from None
+        return answer.cursor, [(done.request_id, _told(done, response.url)) for done in answer.results]
+
+    async def _may_go_on(self, trouble: Trouble, error: TinkerError) -> bool:
+        if self._connection.runner.is_closed:
+            return False
+        try:
+            await trouble.wait(error)
+        except TinkerError:
+            logger.warning("polling samples together failed (%s); each polls by itself now", error)
+            return False
+        return True
+
+    def _finish(self, request_id: str, told: Told) -> None:
+        future = self._waiting.pop(request_id, None)
+        if future is None:
+            self._early[request_id] = told if len(self._early) < MAX_EARLY else Told(told.is_done)
+        elif not future.done():
+            future.set_result(told)
+
+
+def _told(done: SampleResult, url: str) -> Told:
+    if done.body is None:
+        return Told(True)
+    return Told(True, HttpResponse(status=200, headers={"content-type": done.content_type}, body=done.body, url=url))
