@@ -1,5 +1,5 @@
 """Connections that may not dawdle: a client whose request head does not come in time, or is too large, is told and cut
-off. Bodies are bounded in `http`.
+off. Large bodies are gathered here, and bounded in `http`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,10 @@ HEAD_S = 15.0
 """From the first byte of a request to the end of its head; a new connection has as long to begin."""
 MAX_HEAD_BYTES = 64 * 1024
 
+GATHER_BYTES = 512 * 1024
+GATHER_S = 0.02
+"""A large body is handed on in pieces of this size, or after this time."""
+
 _END = b"\r\n\r\n"
 
 
@@ -25,6 +29,7 @@ class TimedHttpProtocol(HttpToolsProtocol):
     _is_in_head = True
     _head_bytes = 0
     _tail = b""
+    _gathering: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -32,6 +37,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._gathering is not None:
+            self._gathering.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -43,6 +50,21 @@ class TimedHttpProtocol(HttpToolsProtocol):
             )
             return
         super().data_received(data)
+        if self._gathering is None and self.cycle is not None and self.cycle.more_body and self.cycle.body:
+            self._gathering = self.loop.call_later(GATHER_S, self._pass_on)
+
+    def on_body(self, body: bytes) -> None:
+        """Gather a body that comes in pieces: the application is woken for many at once, or when no more come."""
+        if self.cycle.response_complete:
+            return
+        self.cycle.body += body
+        if len(self.cycle.body) >= GATHER_BYTES:
+            self.flow.pause_reading()
+            self.cycle.message_event.set()
+
+    def _pass_on(self) -> None:
+        self._gathering = None
+        self.cycle.message_event.set()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
