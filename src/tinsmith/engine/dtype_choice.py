@@ -60,7 +60,7 @@ Run: TypeAlias = Callable[[Mapping[str, str]], list[Trial]]
 def choose(cache_dir: Path) -> Choice:
     """The choice for this machine, from `cache_dir` if it was made there before."""
     path = cache_dir / "dtype.json"
-    machine = f"{_processor()}; {len(os.sched_getaffinity(0))} cores; torch {version('torch')}"
+    machine = f"{_processor()}; {cores()} cores; torch {version('torch')}"
     kept = _read(path)
     if kept is not None and kept.machine == machine:
         return kept.choice
@@ -82,6 +82,13 @@ def decide(run: Run) -> Choice:
     if best is None:
         return Choice("float32", {}, f"nothing was found right ({told})")
     return Choice(best.format, dict(environment) if best.format != "float32" else {}, told)
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def run_trial(environment: Mapping[str, str]) -> list[Trial]:

@@ -15,13 +15,17 @@ import msgspec
 
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.child import EngineSpec
-from tinsmith.engine.dtype_choice import choose
+from tinsmith.engine.dtype_choice import choose, cores
 from tinsmith.engine.executor import Executor, StartError
 from tinsmith.errors import TinkerError
 
 logger = logging.getLogger(__name__)
 
 EXECUTOR = "tinsmith.engine.torch_start:make"
+
+SHORT_SPINS = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "1"}
+"""Threads that wait for the next operation spin for some microseconds, then sleep. By default GNU's and LLVM's OpenMP
+spin for milliseconds, and two engines on the same cores, or an engine beside other work, hardly get on at all."""
 
 
 class TorchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,9 +65,11 @@ def read_options(values: Mapping[str, Any]) -> TorchOptions:
 
 def prepare(options: TorchOptions) -> str:
     """Set the environment that torch reads when it is loaded; returns the number format to compute in."""
-    threads = options.threads or len(os.sched_getaffinity(0))
+    threads = options.threads or cores()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(threads)
+    for name, value in SHORT_SPINS.items():
+        os.environ.setdefault(name, value)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic products on CUDA
     if options.dtype != "auto":
         return options.dtype

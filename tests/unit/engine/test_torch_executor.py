@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
@@ -224,3 +225,26 @@ def test_a_card_needs_no_torch_and_agrees_with_the_engine(home: Path) -> None:
     subprocess.run([sys.executable, "-c", program], check=True)
     with pytest.raises(InvalidInputError, match=r"config\.json cannot be read"):
         card_of(NAME, home / "nothing")
+
+
+def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise() -> None:
+    program = (
+        "import os;"
+        "from tinsmith.engine.torch_start import TorchOptions, prepare;"
+        "from tinsmith.engine.base import ModelCard;"
+        "card = ModelCard(name='x', vocab_size=8, max_context_length=8);"
+        "prepare(TorchOptions(card=card, source='', cache_dir='', dtype='float32', threads=3));"
+        "print(os.environ['OMP_NUM_THREADS'], os.environ['GOMP_SPINCOUNT'], os.environ['KMP_BLOCKTIME'])"
+    )
+
+    def told(**environment: str) -> str:
+        inherited = {
+            name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+        }
+        command = [sys.executable, "-c", program]
+        return subprocess.run(
+            command, env={**inherited, **environment}, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    assert told() == "3 1000 1"
+    assert told(GOMP_SPINCOUNT="7") == "3 7 1"
