@@ -7,13 +7,15 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tinsmith.client.embedded import start_server
+from tinsmith.config import EmbeddedConfig
+from tinsmith.engine.models.default import NAME as DEFAULT_NAME
 from tinsmith.engine.models.tiny import make_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,8 +33,8 @@ def tiny_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     yield from _server(place, ["--model", f"tiny={place / 'model'}"])
 
 
-def _server(place: Path, models: list[str]) -> Iterator[dict[str, str]]:
-    address, process = start_server(["--data-dir", str(place / "data"), *models], {}, place / "log")
+def _server(place: Path, models: list[str], settings: Mapping[str, str] = {}) -> Iterator[dict[str, str]]:
+    address, process = start_server(["--data-dir", str(place / "data"), *models], settings, place / "log")
     yield {"TINKER_BASE_URL": address.url, "TINKER_API_KEY": address.key}
     process.terminate()
     process.wait(60)
@@ -58,9 +60,26 @@ def learn(package: str, model: str, server: dict[str, str], *options: str) -> di
     return found
 
 
+@pytest.fixture(scope="module")
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A server with the default model, fetched once for this user."""
+    place = tmp_path_factory.mktemp("real")
+    models = {"TINSMITH_MODELS_DIR": str(EmbeddedConfig.from_env(os.environ).models_dir)}
+    yield from _server(place, [], models)
+
+
 @pytest.mark.parametrize("package", ["tinsmith", "tinker"])
 def test_a_tiny_model_learns(package: str, tiny_server: dict[str, str]) -> None:
-    found = learn(package, "tiny", tiny_server, "--quick")
+    check(learn(package, "tiny", tiny_server, "--quick"))
+
+
+@pytest.mark.parametrize("package", ["tinsmith", "tinker"])
+def test_the_default_model_learns(package: str, real_server: dict[str, str]) -> None:
+    check(learn(package, DEFAULT_NAME, real_server))
+
+
+def check(found: dict[str, Any]) -> None:
+    """What every model must have learned."""
     assert found["memorise"]["losses"][1] < found["memorise"]["losses"][0] / 4
     assert found["memorise"]["recalled"] == [True, True, True]
     assert found["memorise"]["frozen"]
