@@ -45,6 +45,7 @@ DIFFERENCES: dict[str, str] = {
     "InvalidInputError: extra": OWN,
     "PrecisionWarning: extra": OWN,
     "RetryConfig: extra": OWN,
+    "RunRecoveredError: extra": OWN,
     "WireError: extra": OWN,
     "as_tinker: extra": OWN,
     "local: extra": OWN,
