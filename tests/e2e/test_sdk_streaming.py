@@ -203,11 +203,12 @@ def test_a_stream_that_fails_counts_as_failed(connect: Any, streaming: TinkerSer
 def test_a_stream_that_never_began_ends_with_the_client(connect: Any, streaming: TinkerServer) -> None:
     client = connect(streaming)
     sampler = client.create_sampling_client(base_model="stub/model")
+    streaming.settings.stream_pause_after = 1
 
     async def read() -> None:
         reading = asyncio.create_task(collect(sampler))
         await asyncio.sleep(0)
-        client.close()
+        client.holder.close()  # without the word to the server, which would take its time
         await asyncio.wait_for(reading, 4)
 
     with pytest.raises(TinkerError, match="closed"):
