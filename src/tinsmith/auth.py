@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from tinsmith.config import check_key, stored_key
+from tinsmith.config import LOCAL, ClientConfig, check_key, stored_key
 from tinsmith.errors import TinkerError
 
 ONE_ATTEMPT_S = 0.01
@@ -14,7 +14,7 @@ ONE_ATTEMPT_S = 0.01
 def get_tinker_token() -> str | None:
     """The key that is set or stored, or None. Runs no credential command."""
     try:
-        key = os.environ.get("TINKER_API_KEY") or stored_key(os.environ)
+        key = ClientConfig.from_env(base_url=LOCAL).api_key or stored_key(os.environ)
         return check_key(key) if key else None
     except TinkerError:
         return None
@@ -22,7 +22,11 @@ def get_tinker_token() -> str | None:
 
 def tinker_has_credentials() -> bool:
     """Whether a key or a credential command is set; the command is not run."""
-    return get_tinker_token() is not None or bool(os.environ.get("TINKER_CREDENTIAL_CMD"))
+    try:
+        command = ClientConfig.from_env(base_url=LOCAL).credential_cmd
+    except TinkerError:
+        return False
+    return get_tinker_token() is not None or bool(command)
 
 
 def raise_if_tinker_not_accessible() -> None:
@@ -31,7 +35,6 @@ def raise_if_tinker_not_accessible() -> None:
     Nothing is tried again: the caller wants to know what is wrong now.
     """
     from tinsmith.client.service import ServiceClient
-    from tinsmith.config import ClientConfig
 
     config = ClientConfig.from_env(telemetry=False, first_contact_s=ONE_ATTEMPT_S, retry_deadline_s=ONE_ATTEMPT_S)
     with ServiceClient(config=config) as client:

@@ -131,7 +131,7 @@ TYPE_MODULES: Mapping[str, tuple[str, ...]] = {
 
 HOMES: Mapping[str, tuple[str, str]] = {
     "AwaitableConcurrentFuture": ("tinsmith.client.futures", "Future"),
-    "CustomLossFnV1": ("tinsmith.client.ordered", "CustomLossFn"),
+    "CustomLossFnV1": ("tinsmith.client.custom_loss", "LossFn"),
     "QueueState": ("tinsmith.client.queue_state", "QueueState"),
     "QueueStateLogger": ("tinsmith.client.queue_state", "QueueStateLogger"),
     "QueueStateObserver": ("tinsmith.client.queue_state", "QueueStateObserver"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.postgres import PostgresMissingError, PostgresServer
+from support.postgres import PostgresServer
 from support.releases import NEWEST, OFFICIAL, RELEASES
 from support.stores import MakeStore, memory_stores, postgres_stores, sqlite_stores
 
@@ -100,12 +101,8 @@ def newest() -> Official:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
     """A PostgreSQL of the tests' own."""
-    try:
-        server = PostgresServer()
-    except PostgresMissingError as error:
-        pytest.fail(str(error))
-    yield server
-    server.close()
+    with contextlib.closing(PostgresServer()) as server:
+        yield server
 
 
 @pytest.fixture(params=["memory", "sqlite", "postgres"])

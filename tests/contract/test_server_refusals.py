@@ -1,56 +1,25 @@
-"""Bad requests: each is refused with a status that clients do not retry and a text that names the place, the value and
-what is allowed; none reaches the backend, and none holds up what comes behind it."""
+"""Bad passes, steps and samples: each is refused with a status that clients do not retry and a text that names the
+place, the value and what is allowed; none reaches the backend, and none holds up what comes behind it."""
 
 from __future__ import annotations
 
-import json
 import math
 import struct
-import tracemalloc
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import zstandard
 from support.in_process import (
-    Answer,
-    Client,
-    Recorder,
-    Server,
-    create_model,
     datum,
     forward_backward,
-    optim_step,
     run,
     sample,
-    serving,
 )
+from support.refusals import GOOD, PPO, bench, encoded, floats, ints
 
-from tinsmith.engine.base import ModelCard
-from tinsmith.wire import zstd
 from tinsmith.wire.json_codec import decode
 from tinsmith.wire.proto_training import encode_request
 from tinsmith.wire.training import ForwardBackwardRequest
-
-SMALL = ModelCard(name="small", vocab_size=100, max_context_length=8)
-READ_ONLY = ModelCard(name="only/sampled", vocab_size=100, max_context_length=8, trainable=False)
-FROZEN = ModelCard(name="only/trained", vocab_size=100, max_context_length=8, sampleable=False)
-
-
-def floats(*values: float) -> dict[str, Any]:
-    return {"data": list(values), "dtype": "float32"}
-
-
-def ints(*values: int, shape: list[int] | None = None) -> dict[str, Any]:
-    tensor: dict[str, Any] = {"data": list(values), "dtype": "int64"}
-    return tensor if shape is None else {**tensor, "shape": shape}
-
-
-GOOD = datum(1, 2)
-PPO = datum(1, 2, weights=None, logprobs=floats(-1, -1), advantages=floats(1, 1))
 
 PASSES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "no data": ({"data": []}, 400, ("data: is empty",)),
@@ -159,51 +128,6 @@ PASSES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
 }
 
 
-@dataclass
-class Bench:
-    """A run whose next number is `seq`."""
-
-    server: Server
-    client: Client
-    session: str
-    model: str
-    seq: int = 0
-
-    def next(self) -> int:
-        self.seq += 1
-        return self.seq
-
-    async def check(self, answer: Answer, status: int, says: tuple[str, ...]) -> None:
-        """The refusal is as expected, nothing ran, and the run goes on."""
-        assert answer.status == status, answer
-        assert answer.status not in (408, 409, 429, 500, 503)
-        for text in says:
-            assert text in answer.detail, answer.detail
-        assert answer.json["code"]
-        submitted = len(self.server.backend.submitted)
-        await self.client.result(
-            await self.client.post("forward_backward", forward_backward(self.model, self.next(), GOOD))
-        )
-        assert len(self.server.backend.submitted) == submitted + 1
-
-
-@asynccontextmanager
-async def bench(tmp_path: Path, **settings: Any) -> AsyncIterator[Bench]:
-    cards = (SMALL, READ_ONLY, FROZEN)
-    limits = {"max_datums": 8, "max_request_tokens": 30, "max_samples": 4, "min_free_bytes": 1, **settings}
-    async with serving(tmp_path, backend=Recorder(cards), **limits) as server:
-        ann = await server.client()
-        session = await ann.session()
-        model = await ann.model(session, base_model="small")
-        server.backend.submitted.clear()
-        yield Bench(server, ann, session, model)
-
-
-def encoded(message: Any) -> bytes:
-    """JSON as Python writes it: NaN and all."""
-    return json.dumps(message).encode()
-
-
 def test_bad_passes(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with bench(tmp_path) as made:
@@ -281,124 +205,6 @@ def test_bad_steps(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_bad_saves_and_loads(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with bench(tmp_path) as made:
-            ann, model = made.client, made.model
-            await ann.save(model, made.next(), "taken")
-            sampler = await ann.save(model, made.next(), "sampler", "save_weights_for_sampler")
-            export = await ann.save(model, made.next(), "export", "save_weights_external")
-            other = await ann.model(made.session, 1, base_model="small", lora_config={"rank": 8, "seed": 1})
-            of_other = await ann.save(other, 1, "w")
-            stranger = await made.server.client("eve", org="other")
-            theirs_model = await stranger.model(await stranger.session(), base_model="small")
-            theirs = await stranger.save(theirs_model, 1, "w")
-            cases: list[tuple[str, dict[str, Any], int, tuple[str, ...]]] = [
-                (
-                    "save_weights",
-                    {"path": "taken"},
-                    400,
-                    ("path", "/weights/taken", "exists already", "overwrite=True"),
-                ),
-                ("save_weights_for_sampler", {"path": "sampler"}, 400, ("exists already",)),
-                ("save_weights_external", {"path": "export"}, 400, ("exists already",)),
-                ("save_weights", {"path": "../x"}, 400, ("path", "'../x'", "letters, digits")),
-                ("save_weights", {"path": "a/b"}, 400, ("path", "'a/b'")),
-                ("save_weights", {"path": "x", "ttl_seconds": 0}, 400, ("ttl_seconds", "0 is not between 1 and")),
-                ("save_weights", {"path": "x", "user_metadata": {"a": "x" * 70_000}}, 400, ("user_metadata", "65536")),
-                (
-                    "save_weights_for_sampler",
-                    {"path": "x", "sampling_session_seq_id": 1},
-                    400,
-                    ("path and sampling_session_seq_id exclude one another",),
-                ),
-                (
-                    "save_weights_external",
-                    {"path": "x", "age_encryption_recipients": ["age1nonsense"]},
-                    400,
-                    ("age_encryption_recipients[0]", "age1nonsense"),
-                ),
-                ("save_weights_external", {"path": "x", "age_encryption_recipients": []}, 400, ("is empty",)),
-                ("load_weights", {"path": "nonsense"}, 400, ("Invalid tinker path 'nonsense'", "tinker://")),
-                ("load_weights", {"path": f"tinker://{model}/weights/none"}, 404, ("weights/none does not exist",)),
-                ("load_weights", {"path": theirs}, 404, ("is not yours to use",)),
-                ("load_weights", {"path": sampler, "optimizer": True}, 400, ("has no optimizer state",)),
-                ("load_weights", {"path": export}, 400, ("is an export and cannot be loaded",)),
-                ("load_weights", {"path": of_other}, 400, ("does not fit", "rank 8 instead of 4")),
-            ]
-            for route, fields, status, says in cases:
-                submitted = len(made.server.backend.submitted)
-                answer = await ann.post(route, {"model_id": model, "seq_id": made.next(), **fields})
-                assert len(made.server.backend.submitted) == submitted
-                await made.check(answer, status, says)
-
-    run(scenario())
-
-
-def test_a_copy_does_not_replace_what_has_its_name(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with bench(tmp_path) as made:
-            ann = made.client
-            other = await ann.model(made.session, 1, base_model="small")
-            source = await ann.save(other, 1, "w")
-            await ann.post("optim_step", optim_step(made.model, made.next()))
-            await ann.result(await ann.post("forward_backward", forward_backward(made.model, made.next(), GOOD)))
-            await ann.result(await ann.post("optim_step", optim_step(made.model, made.next())))
-            mine = await ann.save(made.model, made.next(), "w")
-            copy = {"source_path": source, "session_id": made.session}
-            answer = await ann.post("copy_weights", {**copy, "model_seq_id": 0})
-            await made.check(answer, 400, (mine, "exists already"))
-            first = await ann.post("copy_weights", {**copy, "model_seq_id": 9})
-            again = await ann.post("copy_weights", {**copy, "model_seq_id": 9})
-            assert first.json == again.json == {"tinker_path": f"tinker://{made.session}:train:9/weights/w"}
-
-    run(scenario())
-
-
-def test_bad_models_and_samplers(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with bench(tmp_path) as made:
-            ann, session = made.client, made.session
-            good = {"base_model": "small", "lora_config": {"rank": 4}}
-            stranger = await made.server.client("eve", org="other")
-            theirs_model = await stranger.model(await stranger.session(), base_model="small")
-            theirs = await stranger.save(theirs_model, 1, "w", "save_weights_for_sampler")
-            export = await ann.save(made.model, made.next(), "export", "save_weights_external")
-            models: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
-                ({"base_model": "huge"}, 400, ("base_model", "'huge'", "served: small, only/sampled, only/trained")),
-                ({"base_model": READ_ONLY.name}, 400, ("base_model", "cannot be trained here")),
-                ({"lora_config": None}, 400, ("lora_config", "is missing")),
-                ({"lora_config": {"rank": 0}}, 422, ("lora_config.rank", "1")),
-                ({"lora_config": {"rank": 513}}, 400, ("lora_config.rank", "513", "between 1 and 512")),
-                ({"lora_config": {"rank": 4, "seed": 2**63}}, 400, ("lora_config.seed", "64 bits")),
-                (
-                    {"lora_config": {"rank": 4, "train_attn": False, "train_mlp": False, "train_unembed": False}},
-                    400,
-                    ("nothing to train",),
-                ),
-                ({"optimizer_config": {"type": "dimuon"}}, 400, ("optimizer_config", "only adamw")),
-                ({"optimizer_config": {"type": "sgd"}}, 422, ("optimizer_config",)),
-                ({"model_seq_id": -1}, 422, ("model_seq_id",)),
-            ]
-            for number, (fields, status, says) in enumerate(models, start=10):
-                answer = await ann.post("create_model", {**create_model(session, number, **good), **fields})
-                await made.check(answer, status, says)
-            samplers: list[tuple[dict[str, Any], int, tuple[str, ...]]] = [
-                ({"base_model": "huge"}, 400, ("base_model", "'huge'", "served: small")),
-                ({"base_model": FROZEN.name}, 400, ("base_model", "cannot be sampled here")),
-                ({}, 400, ("give base_model or model_path, one of them",)),
-                ({"base_model": "small", "model_path": theirs}, 400, ("one of them",)),
-                ({"model_path": theirs}, 404, ("is not yours to use",)),
-                ({"model_path": export}, 400, ("is an export",)),
-                ({"model_path": "x"}, 400, ("Invalid tinker path 'x'",)),
-            ]
-            for number, (fields, status, says) in enumerate(samplers, start=10):
-                message = {"session_id": session, "sampling_session_seq_id": number, **fields}
-                await made.check(await ann.post("create_sampling_session", message), status, says)
-
-    run(scenario())
-
-
 def prompt(*tokens: int) -> dict[str, Any]:
     return {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}
 
@@ -447,117 +253,5 @@ def test_bad_samples(tmp_path: Path) -> None:
                     assert len(made.server.backend.submitted) == submitted
                     await made.check(answer, status, says)
             await ann.result(await ann.post("asample", sample(sampler, 0)))  # the number was not used
-
-    run(scenario())
-
-
-def test_bad_sessions_queries_and_losses(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with bench(tmp_path) as made:
-            ann, session = made.client, made.session
-            eve = await made.server.client("eve", org="other")
-            await eve.session(project_id="theirs")
-            big = {"user_metadata": {"x": "y" * 70_000}}
-            graph = {"nodes": [{"op": "output", "name": "o", "target": "o"}]}
-            loss = {"session_id": session, "custom_loss_seq_id": 0, "name": "x", "graph": graph}
-            cases: list[tuple[str, str, Any, int, tuple[str, ...]]] = [
-                ("POST", "create_session", big, 400, ("user_metadata: more than 65536",)),
-                ("POST", "create_session", {"project_id": "theirs"}, 400, ("project_id: 'theirs' cannot be used",)),
-                ("PUT", f"sessions/{session}/project", {"project_id": "theirs"}, 400, ("project_id",)),
-                ("POST", f"sessions/{session}/finish", {"reason": {"type": "bored"}}, 422, ("reason", "bored")),
-                ("GET", "sessions?limit=-1", None, 400, ("query: limit", "0")),
-                ("GET", "sessions?access_scope=all", None, 400, ("access_scope", "accessible, owned")),
-                ("POST", "sessions/search", {"limit": 0}, 422, ("limit", "1")),
-                ("GET", "billing/usage/events", None, 400, ("starting_on",)),
-                (
-                    "GET",
-                    "billing/usage/events?starting_on=2027-01-01T00:00:00Z&ending_before=2027-02-01T00:00:00Z",
-                    None,
-                    400,
-                    ("ending_before", "at most 14 days"),
-                ),
-                (
-                    "GET",
-                    "billing/usage/events?starting_on=2027-01-01T00:30:00Z&ending_before=2027-01-02T00:00:00Z",
-                    None,
-                    400,
-                    ("starting_on", "not a whole hour"),
-                ),
-                ("POST", "create_custom_loss", {**loss, "inputs": []}, 400, ("the first input", "logprobs")),
-                (
-                    "POST",
-                    "create_custom_loss",
-                    {**loss, "inputs": [{"name": "logprobs", "rank": 1}], "graph": {"nodes": []}},
-                    400,
-                    ("graph: has no output node",),
-                ),
-                ("POST", "create_custom_loss", {**loss, "inputs": [{"name": "x", "rank": 9}]}, 422, ("rank",)),
-                ("PUT", f"training_runs/{made.model}/checkpoints/odd/x/ttl", {"ttl_seconds": 1}, 400, ("kind 'odd'",)),
-            ]
-            for method, path, message, status, says in cases:
-                await made.check(await ann.call(method, path, message), status, says)
-
-    run(scenario())
-
-
-def test_bodies_that_are_not_what_they_say(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with bench(tmp_path, max_body_bytes=4096, max_unpacked_bytes=65536) as made:
-            ann = made.client
-            good = msgspec.json.encode(forward_backward(made.model, 1, GOOD))
-            cases: list[tuple[bytes, dict[str, str], int, tuple[str, ...]]] = [
-                (b"", {}, 404, ("training run ''",)),
-                (b"{", {}, 422, ("forward_backward",)),
-                (b"[]", {}, 422, ("forward_backward",)),
-                (b"\xff\xfe", {}, 422, ("forward_backward",)),
-                (b'{"a":' + b"[" * 4000, {}, 422, ("nested too deeply",)),
-                (good, {"content_encoding": "gzip"}, 415, ("content-encoding 'gzip'", "send zstd")),
-                (good, {"content_encoding": "zstd"}, 422, ("not valid zstd",)),
-                (zstd.compress(good)[:-3], {"content_encoding": "zstd"}, 422, ("zstd",)),
-                (b" " * 5000, {}, 413, ("body: larger than the allowed 4096 bytes",)),
-                (
-                    zstd.compress(b" " * 10**6),
-                    {"content_encoding": "zstd"},
-                    413,
-                    ("unpacks to more than the allowed 65536 bytes",),
-                ),
-            ]
-            for body, headers, status, says in cases:
-                await made.check(await ann.post("forward_backward", body, **headers), status, says)
-            answer = await ann.post("optim_step", b"\x0a\x00", content_type="application/x-protobuf")
-            await made.check(answer, 415, ("reads JSON, not protobuf",))
-
-    run(scenario())
-
-
-def test_a_bomb_costs_no_memory(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with bench(tmp_path, max_unpacked_bytes=2**20) as made:
-            whole = zstandard.ZstdCompressor(level=19).compress(bytes(2**28))
-            stream = zstandard.ZstdCompressor(level=19, write_content_size=False).compressobj()
-            silent = stream.compress(bytes(2**28)) + stream.flush()  # one that does not say how large it gets
-            for bomb in (whole, silent):
-                assert len(bomb) < 2**20
-                tracemalloc.start()
-                answer = await made.client.post("forward_backward", bomb, content_encoding="zstd")
-                _, peak = tracemalloc.get_traced_memory()
-                tracemalloc.stop()
-                assert peak < 2**25
-                await made.check(answer, 413, ("unpacks to more than the allowed 1048576 bytes",))
-
-    run(scenario())
-
-
-def test_a_full_disk_cap_refuses_saves_and_nothing_else(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with bench(tmp_path, disk_cap_bytes=1) as made:
-            first = await made.client.save(made.model, made.next(), "one")
-            over = await made.client.post(
-                "save_weights", {"model_id": made.model, "seq_id": made.next(), "path": "two"}
-            )
-            await made.check(over, 400, ("which is all this server allows", "delete some"))
-            name = first.rpartition("/")[2]
-            await made.client.call("DELETE", f"training_runs/{made.model}/checkpoints/weights/{name}")
-            await made.client.save(made.model, made.next(), "two")
 
     run(scenario())

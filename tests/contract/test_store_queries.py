@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from support import store_rows as make
 from support.stores import AnyStore, MakeStore, run
 
 from tinsmith.errors import ConstraintError
+from tinsmith.server.lifetimes import SessionIdRow
 from tinsmith.store import rows
 from tinsmith.store.base import Row, Value, statement
 
 ROUND_TRIPS: list[tuple[Row, str, str, dict[str, Value]]] = [
     (make.org(), "insert_org", "org", {"org_id": "org-1"}),
     (make.user(), "insert_user", "user", {"user_id": "user-1"}),
-    (make.user(email=None), "insert_user", "users_of_org", {"org_id": "org-1"}),
+    (make.user(email=None), "insert_user", "user", {"user_id": "user-1"}),
     (make.project(), "insert_project", "project", {"project_id": "project-1"}),
     (make.key(), "insert_key", "key", {"key_id": 1}),
     (make.key(project_id=None, expires_at=None, tokens_per_day=None), "insert_key", "keys", {}),
@@ -28,7 +31,7 @@ ROUND_TRIPS: list[tuple[Row, str, str, dict[str, Value]]] = [
     (make.job(), "insert_job", "job", {"request_id": "model-1:1"}),
     (make.result(), "insert_result", "result", {"request_id": "model-1:1"}),
     (make.checkpoint(), "put_checkpoint", "checkpoint", {"path": "tinker://model-1/weights/a"}),
-    (make.checkpoint(public=True, project_id=None), "put_checkpoint", "checkpoints_public", {"limit": 9, "offset": 0}),
+    (make.checkpoint(public=True, project_id=None), "put_checkpoint", "checkpoints_of_model", {"model_id": "model-1"}),
     (make.custom_loss(), "insert_custom_loss", "custom_loss", {"loss_id": "loss-1"}),
     (make.usage(), "add_usage", "usage_of_org", {"org_id": "org-1", "since_hour": 100, "until_hour": 101}),
     (make.audit(), "insert_audit", "audit_of_org", {"org_id": "org-1", "since": 16.0, "until": 16.5, "limit": 9}),
@@ -48,30 +51,20 @@ def test_rows_come_back_as_they_were(
 
 
 def test_every_row_type_of_a_table_makes_a_round_trip() -> None:
-    answers = {
-        rows.JobHeadRow,
-        rows.ResultHeadRow,
-        rows.StorageRow,
-        rows.CountRow,
-        rows.SizeRow,
-        rows.SeqRow,
-        rows.KeyIdRow,
-    }
+    answers = {rows.JobHeadRow, rows.ResultHeadRow, rows.StorageRow, rows.CountRow, rows.SizeRow}
     declared = {value for value in vars(rows).values() if isinstance(value, type) and issubclass(value, Row)}
     assert {type(row) for row, *_ in ROUND_TRIPS} == declared - answers - {Row}
 
 
 def test_keys(make_store: MakeStore) -> None:
     async def scenario(store: AnyStore) -> None:
-        assert await store.read(rows.KeyIdRow, "next_key_id") == [rows.KeyIdRow(key_id=1)]
         await store.write(*(statement("insert_key", make.key(key_id)) for key_id in (1, 2)))
         await store.write(statement("insert_key", make.key(3, org_id="org-2")))
-        assert await store.read(rows.KeyIdRow, "next_key_id") == [rows.KeyIdRow(key_id=4)]
         with pytest.raises(ConstraintError):
             await store.write(statement("insert_key", make.key(4, digest="digest-1")))
         assert [key.key_id for key in await store.read(rows.KeyRow, "key_by_digest", digest="digest-2")] == [2]
         assert await store.read(rows.KeyRow, "key_by_digest", digest="digest") == []
-        assert [key.key_id for key in await store.read(rows.KeyRow, "keys_of_org", org_id="org-1")] == [1, 2]
+        assert [key.key_id for key in await store.read(rows.KeyRow, "keys")] == [1, 2, 3]
         assert await store.write(statement("revoke_key", key_id=2, revoked_at=5.0)) == 1
         assert await store.write(statement("revoke_key", key_id=2, revoked_at=6.0)) == 0
         assert (await store.read(rows.KeyRow, "key", key_id=2))[0].revoked_at == 5.0
@@ -84,7 +77,7 @@ def test_keys(make_store: MakeStore) -> None:
 LISTS = [
     ("insert_session", make.session, rows.SessionRow, "sessions", "session_id", ("org", "user")),
     ("insert_model", make.model, rows.ModelRow, "models", "model_id", ("org", "user", "org_project")),
-    ("put_checkpoint", make.checkpoint, rows.CheckpointRow, "checkpoints", "name", ("org", "user")),
+    ("put_checkpoint", make.checkpoint, rows.CheckpointRow, "checkpoints", "name", ("user",)),
 ]
 
 
@@ -108,8 +101,9 @@ def test_lists_are_newest_first_in_pages_with_a_count(
             page = await store.read(row_type, f"{table}_of_{owner}", **owners, limit=2, offset=offset)
             listed += [getattr(row, key) for row in page]
         assert listed == ["d", "c", "b", "B", "a"]
-        counted = await store.read(rows.CountRow, f"count_{table}_of_{owner}", **owners)
-        assert counted == [rows.CountRow(count=5)]
+        if table != "sessions":  # whose list has no total in the protocol
+            counted = await store.read(rows.CountRow, f"count_{table}_of_{owner}", **owners)
+            assert counted == [rows.CountRow(count=5)]
 
     run(make_store, scenario)
 
@@ -121,8 +115,6 @@ def test_sessions(make_store: MakeStore) -> None:
         await store.write(*(statement("set_session_heartbeat", session_id=i, heartbeat_at=at) for i, at in beats))
         active = await store.read(rows.SessionRow, "sessions_active")
         assert [(row.session_id, row.heartbeat_at) for row in active] == [("c", 6.0), ("a", 20.0), ("b", 30.0)]
-        silent = await store.read(rows.SessionRow, "sessions_silent", before=20.0)
-        assert [row.session_id for row in silent] == ["c"]
         ended = make.session("c", status="expired", status_detail=None, detail="silent", ended_at=40.0)
         assert await store.write(statement("set_session_status", ended)) == 1
         assert await store.write(statement("set_session_project", session_id="c", project_id="project-2")) == 1
@@ -133,8 +125,21 @@ def test_sessions(make_store: MakeStore) -> None:
             40.0,
             "project-2",
         )
-        count = await store.read(rows.CountRow, "count_sessions_active_of_org", org_id="org-1")
-        assert count == [rows.CountRow(count=2)]
+        assert [row.session_id for row in await store.read(rows.SessionRow, "sessions_active")] == ["a", "b"]
+
+    run(make_store, scenario)
+
+
+def test_sessions_before_a_moment_are_newest_first(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        for name, created_at in (("a", 1.0), ("b", 2.0), ("c", 2.0), ("d", 3.0)):
+            await store.write(statement("insert_session", make.session(name, created_at=created_at)))
+        await store.write(statement("insert_session", make.session("other", org_id="org-2", created_at=1.0)))
+        for before, offset, names in ((math.inf, 0, "dcba"), (3.0, 0, "cba"), (3.0, 1, "ba"), (1.0, 0, "")):
+            found = await store.read(
+                rows.SessionRow, "sessions_before", org_id="org-1", before=before, limit=9, offset=offset
+            )
+            assert [row.session_id for row in found] == list(names)
 
     run(make_store, scenario)
 
@@ -160,17 +165,14 @@ def test_models(make_store: MakeStore) -> None:
         assert await store.write(statement("unload_models_of_session", session_id="session-1")) == 2
         assert [row.model_id for row in await store.read(rows.ModelRow, "models_live")] == ["c"]
         await store.write(statement("set_model_state", model_id="a", state="live"))
-        count = await store.read(rows.CountRow, "count_models_live_of_org", org_id="org-1")
-        assert count == [rows.CountRow(count=2)]
+        assert sorted(row.model_id for row in await store.read(rows.ModelRow, "models_live")) == ["a", "c"]
 
     run(make_store, scenario)
 
 
 def test_job_numbers(make_store: MakeStore) -> None:
     async def scenario(store: AnyStore) -> None:
-        assert await store.read(rows.SeqRow, "highest_seq_of_lane", lane="model-1") == [rows.SeqRow(seq=-1)]
         await store.write(*(statement("insert_job", make.job(seq=seq)) for seq in (7, 0, 3)))
-        assert await store.read(rows.SeqRow, "highest_seq_of_lane", lane="model-1") == [rows.SeqRow(seq=7)]
         repeated = make.job(seq=3, request_id="another")
         with pytest.raises(ConstraintError):
             await store.write(statement("insert_job", repeated))
@@ -193,10 +195,6 @@ def test_job_states_and_queues(make_store: MakeStore) -> None:
         assert (await store.read(rows.JobRow, "job", request_id="a:8"))[0].state == "done"
         queued = await store.read(rows.JobRow, "jobs_queued")
         assert [row.request_id for row in queued] == ["a:9", "a:10", "b:1", "c:5"]
-        heads = await store.read(rows.JobHeadRow, "job_heads_queued")
-        assert [row.request_id for row in heads] == ["b:1", "c:5", "a:9", "a:10"]
-        count = await store.read(rows.CountRow, "count_jobs_queued_of_org", org_id="org-1")
-        assert count == [rows.CountRow(count=3)]
         heads = await store.read(rows.JobHeadRow, "job_heads_of_session", session_id="session-1")
         assert [row.request_id for row in heads] == ["b:1", "c:5", "a:7", "a:8", "a:9", "a:10"]
 
@@ -225,47 +223,33 @@ def test_the_first_result_stays(make_store: MakeStore) -> None:
         await store.write(statement("insert_job", make.job()))
         assert await store.write(statement("insert_result", make.result())) == 1
         assert await store.write(statement("insert_result", make.result(body=b"other"))) == 0
-        (head,) = await store.read(rows.ResultHeadRow, "result_head", request_id="model-1:1")
+        (head,) = await store.read(rows.ResultHeadRow, "result_heads_of_session", session_id="session-1")
         assert (head.encoding, head.size_bytes) == ("protobuf", 8)
-        assert await store.read(rows.ResultHeadRow, "result_heads_of_session", session_id="session-1") == [head]
         assert await store.read(rows.SizeRow, "result_bytes") == [rows.SizeRow(size_bytes=8)]
 
     run(make_store, scenario)
 
 
-def test_pruning_takes_ended_sessions_but_not_what_is_needed(make_store: MakeStore) -> None:
-    """Kept: sessions that go on or ended lately, queued jobs, and the journal of a model that is still live."""
-
+def test_pruning_takes_all_of_a_session_that_ended_long_ago(make_store: MakeStore) -> None:
     async def scenario(store: AnyStore) -> None:
         sessions = {"old": 10.0, "late": 30.0, "active": None}
         for name, ended_at in sessions.items():
             await store.write(statement("insert_session", make.session(name, ended_at=ended_at)))
-            for seq, state in enumerate(("done", "failed", "queued")):
+            await store.write(statement("insert_custom_loss", make.custom_loss(f"{name}-loss", session_id=name)))
+            for seq, state in enumerate(("done", "failed", "refused")):
                 job = make.job(f"{name}-model", seq, session_id=name, state=state)
                 await store.write(statement("insert_job", job), statement("insert_result", make.result(job.request_id)))
-        await store.write(
-            statement("insert_model", make.model("live", session_id="old")),
-            statement("insert_model", make.model("old-model", session_id="old", state="unloaded")),
-            statement("insert_job", make.job("live", 1, session_id="old", state="done")),
-            statement("insert_result", make.result("live:1")),
-        )
-        old = {"before": 20.0, "limit": 1}
-        for touched in (2, 2, 0):
-            done = await store.write(statement("prune_results", **old), statement("prune_jobs", **old))
-            assert done == touched
-        left = [
-            row.request_id
-            for name in sessions
-            for row in await store.read(rows.JobHeadRow, "job_heads_of_session", session_id=name)
-        ]
-        assert left == [
-            "live:1",
-            "old-model:2",
-            *(f"{name}-model:{seq}" for name in ("late", "active") for seq in range(3)),
-        ]
-        results = [await store.read(rows.ResultRow, "result", request_id=request_id) for request_id in left]
-        assert all(results)
-        assert await store.read(rows.ResultRow, "result", request_id="old-model:0") == []
+        before = {"before": 20.0, "limit": 9}
+        assert [row.session_id for row in await store.read(SessionIdRow, "sessions_to_prune", **before)] == ["old"]
+        pruning = ("prune_session_results", "prune_session_jobs", "prune_session_losses", "set_session_pruned")
+        assert await store.write(*(statement(name, session_id="old") for name in pruning)) == 3 + 3 + 1 + 1
+        assert await store.read(SessionIdRow, "sessions_to_prune", **before) == []
+        for name in sessions:
+            left = 0 if name == "old" else 3
+            assert len(await store.read(rows.JobHeadRow, "job_heads_of_session", session_id=name)) == left
+            assert len(await store.read(rows.ResultHeadRow, "result_heads_of_session", session_id=name)) == left
+            found = await store.read(rows.CustomLossRow, "custom_loss", loss_id=f"{name}-loss")
+            assert len(found) == (0 if name == "old" else 1)
 
     run(make_store, scenario)
 
@@ -283,8 +267,7 @@ def test_checkpoints(make_store: MakeStore) -> None:
             statement("set_checkpoint_public", path=a.path, public=True),
             statement("set_checkpoint_expires_at", path=b.path, expires_at=None),
         )
-        public = await store.read(rows.CheckpointRow, "checkpoints_public", limit=5, offset=0)
-        assert [(row.name, row.public) for row in public] == [("a", True)]
+        assert [row.public for row in await store.read(rows.CheckpointRow, "checkpoint", path=a.path)] == [True]
         assert await store.read(rows.CheckpointRow, "checkpoints_expired", before=30.0, limit=5) == []
         assert await store.write(statement("delete_checkpoint", path=b.path)) == 1
         assert await store.read(rows.CheckpointRow, "checkpoint", path=b.path) == []

@@ -28,6 +28,7 @@ STORED_KEY = '{"version": 1, "default": "a", "keys": {"a": {"type": "manual", "k
 SURFACE = Path(__file__).parent / "official" / "surface.py"
 
 OWN = "ours alone"
+CLOSED = "it can be closed, and is a context manager"
 INSIDE = "the inside of the official client"
 LENIENT = "may be left out here"
 CODEC = "what our codecs call"
@@ -44,6 +45,7 @@ DIFFERENCES: dict[str, str] = {
     "InvalidInputError: extra": OWN,
     "PrecisionWarning: extra": OWN,
     "RetryConfig: extra": OWN,
+    "RunRecoveredError: extra": OWN,
     "WireError: extra": OWN,
     "as_tinker: extra": OWN,
     "local: extra": OWN,
@@ -57,8 +59,10 @@ DIFFERENCES: dict[str, str] = {
     "APIFuture.[a-z]*: extra": "it is a concurrent.futures.Future as well",
     "APIFuture.__init__(*): *": "made by the client only",
     "RestClient.*_async: coroutine function": COROUTINE,
-    "RestClient.__e*: extra": "it can be closed, and is a context manager",
-    "RestClient.close: extra": "it can be closed, and is a context manager",
+    "AdminClient.__e*: extra": CLOSED,
+    "AdminClient.close: extra": CLOSED,
+    "RestClient.__e*: extra": CLOSED,
+    "RestClient.close: extra": CLOSED,
     "RestClient.download_external_weights*: extra": OWN,
     "RestClient.iter_*: extra": OWN,
     "RetryConfig.__init__(retryable_exceptions): default *": "one more there, of an HTTP library that is not used here",
@@ -72,7 +76,6 @@ DIFFERENCES: dict[str, str] = {
     "ServiceClient.metrics: extra": OWN,
     "ServiceClient.set_queue_observer: extra": OWN,
     "ServiceClient.with_recovery: extra": OWN,
-    "TrainingClient.__init__(_first_number): extra": OWN,
     "TrainingClient.load_state*_async: coroutine function": COROUTINE,
     # Modules.
     "module lib.async_tinker_provider: missing": INSIDE,

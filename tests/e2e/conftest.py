@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import server_arithmetic
+from support.postgres import PostgresServer
 from support.tinker_server import TinkerServer
 
 from tinsmith import ClientConfig, Datum, ModelInput, SamplingClient, ServiceClient, TrainingClient
@@ -151,6 +152,13 @@ def logprobs_of() -> Callable[[Datum], list[float]]:
         return np.asarray(logprobs).tolist()
 
     return compute
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL of the tests' own."""
+    with contextlib.closing(PostgresServer()) as server:
+        yield server
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tinsmith import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from tinsmith.client.embedded import start_server
 from tinsmith.config import EmbeddedConfig
 from tinsmith.engine.models.default import NAME as DEFAULT_NAME
@@ -90,3 +91,43 @@ def check(found: dict[str, Any]) -> None:
     assert found["dpo"]["losses"][0] == pytest.approx(math.log(2), abs=1e-5)
     assert found["dpo"]["losses"][-1] < found["dpo"]["losses"][0]
     assert found["resume"]["equal"]
+
+
+def test_an_uploaded_loss_trains_as_the_same_loss_computed_here(tiny_server: dict[str, str]) -> None:
+    def squares(logprobs: Any, weights: Any) -> Any:
+        return (weights * logprobs**2).sum(), {"custom/seen:sum": weights.sum()}
+
+    def squares_here(data: list[Datum], logprobs: list[Any]) -> Any:
+        weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
+        return sum((w * p**2).sum() for w, p in zip(weights, logprobs, strict=True)), {}
+
+    data = [
+        Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4], "weights": [0.5, 0.0, 1.0]}),
+        Datum(ModelInput.from_ints([5, 6]), {"target_tokens": [6, 7], "weights": [1.0, 2.0]}),
+    ]
+    address = {"base_url": tiny_server["TINKER_BASE_URL"], "api_key": tiny_server["TINKER_API_KEY"]}
+    with ServiceClient(**address) as service:  # type: ignore[arg-type]
+        handle = service.create_custom_loss(squares, {"logprobs": 1, "weights": 1}).result(TIMEOUT_S)
+        assert handle.loss_id is not None
+        after = []
+        for loss in (handle, squares_here):
+            trainer = service.create_lora_training_client("tiny", rank=4, seed=3)
+            passed = trainer.forward_backward_custom(data, loss).result(TIMEOUT_S)
+            trainer.optim_step(AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
+            seen = trainer.forward(data, "cross_entropy").result(TIMEOUT_S).metrics["loss:sum"]
+            after.append((passed.metrics["loss:sum"], seen))
+            if loss is handle:
+                assert passed.metrics["custom/seen:sum"] == pytest.approx(4.5)
+        assert after[0] == pytest.approx(after[1], rel=1e-5)
+
+
+def test_the_tokenizer_comes_from_the_server(tiny_server: dict[str, str]) -> None:
+    address = {"base_url": tiny_server["TINKER_BASE_URL"], "api_key": tiny_server["TINKER_API_KEY"]}
+    with ServiceClient(**address) as service:  # type: ignore[arg-type]
+        sampler = service.create_sampling_client(base_model="tiny")
+        tokenizer = sampler.get_tokenizer()
+        tokens = tokenizer.encode("hello", add_special_tokens=False)
+        assert tokenizer.decode(tokens) == "hello"
+        prompt, params = ModelInput.from_ints(tokens), SamplingParams(max_tokens=2, stop=[])
+        drawn = sampler.sample(prompt, 1, params).result(TIMEOUT_S).sequences[0].tokens
+        assert isinstance(tokenizer.decode(drawn), str)

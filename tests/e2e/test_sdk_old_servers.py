@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.server_arithmetic import logprob
-from support.tinker_server import TinkerServer
+from support.tinker_server import Status, TinkerServer
 
 from tinsmith import AdamParams, ModelInput, PromptProvenanceSpan, SamplingParams, TinkerError
 
@@ -76,6 +76,17 @@ def test_sampling_from_the_current_weights(vintage: TinkerServer, connect: Any) 
     sampler = trainer.save_weights_and_get_sampling_client()
     assert sampler.sample(PROMPT, 1, PARAMS).result(10).sequences[0].tokens == [6, 7]
     assert vintage.violations == []
+
+
+def test_a_server_that_answers_with_saved_weights_gives_a_sampler_of_them(make_server: Any, connect: Any) -> None:
+    server: TinkerServer = make_server(vintage="0.3")
+    trainer = connect(server).create_lora_training_client("stub/model", rank=4)
+    path = trainer.save_weights_for_sampler("one").result(10).path
+    server.script("retrieve_future", [Status(200, {}, {"path": path, "type": "save_weights_for_sampler"})])
+    sampler = trainer.save_weights_and_get_sampling_client(record_stability_info=True)
+    sampler.sample(PROMPT, 1, PARAMS).result(10)
+    assert [request.body["model_path"] for request in server.find("create_sampling_session")] == [path]
+    assert server.find("asample")[-1].body["record_stability_info"] is True
 
 
 def test_going_on_from_a_checkpoint(vintage: TinkerServer, connect: Any, datum: Any) -> None:

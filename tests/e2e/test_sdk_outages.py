@@ -106,6 +106,25 @@ def test_samples_that_cannot_be_submitted_are_told_of_once(
     assert len(caplog.records) == 1
 
 
+def test_calls_and_submits_that_wait_for_a_server_are_told_of_once(
+    connect: Any, server: TinkerServer, back_after: Any, caplog: pytest.LogCaptureFixture, datum: Any
+) -> None:
+    caplog.set_level(logging.WARNING, "tinsmith")
+    client: ServiceClient = connect(server)
+    rest = client.create_rest_client()
+    trainers = [client.create_lora_training_client("stub/model", rank=1) for _ in range(5)]
+    caplog.clear()
+    back_after(1.0)
+    futures: list[Any] = [rest.list_training_runs(limit=i + 1) for i in range(20)]
+    futures += [trainer.forward_backward([datum(1)], LOSS) for trainer in trainers]
+    futures += [trainer.optim_step(STEP) for trainer in trainers]
+
+    for future in futures:
+        future.result(12)
+    assert len(caplog.records) == 1, [record.getMessage() for record in caplog.records]
+    assert server.url in caplog.records[0].getMessage()
+
+
 def test_one_call_is_tried_until_its_deadline_however_often_that_is(connect: Any, server: TinkerServer) -> None:
     trainer = connect(server, retry_deadline_s=15.0).create_lora_training_client("stub/model", rank=4)
     server.script("optim_step", [Status(503, {"retry-after-ms": "20"})] * 60)

@@ -189,6 +189,32 @@ def test_a_malformed_stream_is_an_error_not_a_hang(
         run(collect(streamer), 4)
 
 
+def test_a_stream_that_fails_counts_as_failed(connect: Any, streaming: TinkerServer) -> None:
+    client = connect(streaming)
+    sampler = client.create_sampling_client(base_model="stub/model")
+    streaming.script(STREAM, [Status(400, {}, {"detail": "no"})])
+    with pytest.raises(TinkerError):
+        run(collect(sampler))
+    run(collect(sampler))
+    figures = client.metrics()["sample_stream"]
+    assert (figures.count, figures.errors) == (2, 1)
+
+
+def test_a_stream_that_never_began_ends_with_the_client(connect: Any, streaming: TinkerServer) -> None:
+    client = connect(streaming)
+    sampler = client.create_sampling_client(base_model="stub/model")
+    streaming.settings.stream_pause_after = 1
+
+    async def read() -> None:
+        reading = asyncio.create_task(collect(sampler))
+        await asyncio.sleep(0)
+        client.holder.close()  # without the word to the server, which would take its time
+        await asyncio.wait_for(reading, 4)
+
+    with pytest.raises(TinkerError, match="closed"):
+        run(read())
+
+
 def test_closing_the_client_ends_a_stream_with_an_error(connect: Any, streaming: TinkerServer) -> None:
     client = connect(streaming)
     sampler = client.create_sampling_client(base_model="stub/model")

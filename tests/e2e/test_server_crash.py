@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
-import pytest
-from support.postgres import PostgresMissingError, PostgresServer
+from support.postgres import PostgresServer
 from support.releases import NEWEST, OFFICIAL
 from support.server_process import ROOT, ServerProcess, environment
 
@@ -129,16 +128,6 @@ def crash_rounds(folder: Path, modules: list[str], kills: int, database: str | N
 
 def test_clients_survive_kill_9_of_the_server(tmp_path: Path) -> None:
     crash_rounds(tmp_path, ["tinsmith", "tinker"], KILLS, None, None)
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    try:
-        server = PostgresServer()
-    except PostgresMissingError as error:
-        pytest.fail(str(error))
-    yield server
-    server.close()
 
 
 def test_clients_survive_kill_9_on_postgresql(tmp_path: Path, postgres: PostgresServer) -> None:

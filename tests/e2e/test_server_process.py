@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.postgres import PostgresMissingError, PostgresServer
+from support.postgres import PostgresServer
 from support.program_run import as_official, raised, run_module
 from support.server_process import HELD_BACKEND, ServerEndedError, ServerProcess
 
@@ -193,16 +193,6 @@ def test_keys_are_made_and_revoked_while_the_server_runs(
         again = server.run("key", "revoke", str(key["key_id"]))
         assert again.returncode == 1
         assert f"there is no active key {key['key_id']}" in again.stderr
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    try:
-        server = PostgresServer()
-    except PostgresMissingError as error:
-        pytest.fail(str(error))
-    yield server
-    server.close()
 
 
 def test_the_core_loop_runs_on_postgresql(tmp_path: Path, postgres: PostgresServer) -> None:

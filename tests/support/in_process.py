@@ -98,6 +98,18 @@ class Recorder(MemoryBackend):
         return [str(job.__struct_config__.tag) for job in self.submitted]
 
 
+class Gate:
+    """Holds jobs of some kinds until it opens."""
+
+    def __init__(self, *kinds: str) -> None:
+        self.kinds = kinds
+        self.opened = asyncio.Event()
+
+    async def __call__(self, job: AnyJob) -> None:
+        if str(job.__struct_config__.tag) in self.kinds:
+            await self.opened.wait()
+
+
 @dataclass(frozen=True)
 class Answer:
     status: int
@@ -245,6 +257,13 @@ class Client:
         assert answer.status == 200, answer.body
         assert "error" not in answer.json, answer.body
         return answer
+
+
+async def begun(server: Server) -> tuple[Client, str, str]:
+    """A client with a session and a model in it."""
+    ann = await server.client()
+    session = await ann.session()
+    return ann, session, await ann.model(session)
 
 
 def create_model(session_id: str, number: int = 0, **fields: Any) -> dict[str, Any]:

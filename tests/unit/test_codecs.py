@@ -203,6 +203,12 @@ def test_a_text_that_is_no_unicode_is_refused(encode: Any) -> None:
         encode(ForwardBackwardRequest(forward_backward_input=request_of().forward_backward_input, model_id="\ud800"))
 
 
+@pytest.mark.parametrize("value", [object(), 1 + 2j, np.array([1])], ids=lambda value: type(value).__name__)
+def test_what_json_does_not_have_is_refused(value: Any) -> None:
+    with pytest.raises(InvalidInputError, match=f"a {type(value).__name__} cannot be sent as JSON; use texts"):
+        json_codec.encode(types.CreateSessionRequest(tags=[], user_metadata={"x": value}, sdk_version="1"))
+
+
 # Outputs
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
 import io
 import itertools
@@ -21,8 +22,8 @@ from typing import Any, NamedTuple, cast
 import pytest
 
 from tinsmith import errors
-from tinsmith.config import MB, ServerConfig
-from tinsmith.server import extensions
+from tinsmith.config import MB, ClientConfig, ServerConfig
+from tinsmith.server import extensions, http_errors
 from tinsmith.version import PROTOCOL_VERSION
 from tinsmith.wire import chunking, faults, numbers, protobuf, tensors, zstd
 from tinsmith.wire.routes import PREFIX, ROUTES, Encoding, Route
@@ -177,31 +178,50 @@ def limits_table() -> str:
     )
 
 
-def settings_table() -> str:
-    """ServerConfig, with the text behind each field."""
-    (body,) = ast.parse(inspect.getsource(ServerConfig)).body
+def settings_table(config: type[Any]) -> str:
+    """The fields of a configuration, with the text behind each."""
+    (body,) = ast.parse(inspect.getsource(config)).body
     assert isinstance(body, ast.ClassDef)
     rows = []
     for field, text in itertools.pairwise(body.body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             assert isinstance(field.target, ast.Name)
-            rows.append((f"`{field.target.id}`", DEFAULTS.get(field.target.id) or _default(field), text.value.value))
+            rows.append(
+                (f"`{field.target.id}`", DEFAULTS.get(field.target.id) or _default(config, field), text.value.value)
+            )
     return table(("Setting", "Default", "Meaning"), rows)
 
 
-DEFAULTS = {"data_dir": "`~/.local/share/tinsmith`", "client_flags": "none", "models": "none"}
+DEFAULTS = {
+    "base_url": "see above",
+    "data_dir": "`~/.local/share/tinsmith`",
+    **dict.fromkeys(("client_flags", "default_headers", "models", "tags"), "none"),
+}
 """Where the source holds a call instead of a value."""
 
 
-def _default(field: ast.AnnAssign) -> str:
+def _default(config: type[Any], field: ast.AnnAssign) -> str:
     assert isinstance(field.target, ast.Name)
-    default = next(spec.default for spec in dataclasses.fields(ServerConfig) if spec.name == field.target.id)
+    default = next(spec.default for spec in dataclasses.fields(config) if spec.name == field.target.id)
     if default is None:
         return "none"
+    if isinstance(default, bool):
+        return "on" if default else "off"
     if isinstance(default, (int, float)):
         is_size = field.target.id.endswith("_bytes")
         return f"{default // MB} MB" if is_size else f"{default:g}" if default < 1e4 else f"{default:,}"
     return f"`{default}`"
+
+
+def refusals_table() -> str:
+    """What a server may answer instead of carrying a request out."""
+    return table(
+        ("Code", "Status", "What it means"),
+        (
+            (f"`{error.code}`", str(status), (inspect.getdoc(error) or "").replace("\n", " "))
+            for error, status in sorted(http_errors.STATUSES.items(), key=lambda item: item[1])
+        ),
+    )
 
 
 def extensions_table() -> str:
@@ -224,7 +244,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "routes": routes_table,
     "errors": errors_table,
     "limits": limits_table,
-    "settings": settings_table,
+    "settings": functools.partial(settings_table, ServerConfig),
+    "client_settings": functools.partial(settings_table, ClientConfig),
+    "refusals": refusals_table,
     "extensions": extensions_table,
 }
 

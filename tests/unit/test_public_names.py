@@ -56,6 +56,7 @@ PACKAGE = [
     "RequestOptions",
     "RestClient",
     "RetryConfig",
+    "RunRecoveredError",
     "SampleRequest",
     "SampleResponse",
     "SampledProvenanceSpan",

@@ -104,6 +104,20 @@ def test_closing_from_inside_ends_the_thread() -> None:
     assert runner.is_closed
 
 
+def test_what_is_submitted_just_before_the_end_is_told_of_it() -> None:
+    """The loop hears of the end before it hears of the operation."""
+    runner = Runner()
+    waiting(runner, 1)
+    thread, loop = thread_of(runner), runner._loop
+    assert loop is not None
+    wake, loop.call_soon_threadsafe = loop.call_soon_threadsafe, lambda *_: None  # type: ignore[assignment,method-assign]
+    submitted = runner.submit(for_ever())
+    loop.call_soon_threadsafe = wake  # type: ignore[method-assign]
+    runner.close(timeout_s=30)
+    assert isinstance(submitted.exception(0), TinkerError)
+    assert not thread.is_alive()
+
+
 def test_closing_twice_and_unused_is_harmless() -> None:
     runner = Runner()
     with warnings.catch_warnings():

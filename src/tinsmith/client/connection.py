@@ -21,6 +21,7 @@ import msgspec
 
 from tinsmith.client.auth import Auth
 from tinsmith.client.limits import SHARED, Limits
+from tinsmith.client.outage import Affected, Outage
 from tinsmith.client.runner import Runner
 from tinsmith.config import ClientConfig
 from tinsmith.errors import (
@@ -63,6 +64,7 @@ class Connection:
         self.limits: Limits = SHARED.find(config.base_url, config.api_key or config.credential_cmd)
         self.auth = Auth(config)
         self.breaker = CircuitBreaker(threshold=20, cool_down_s=1.0)
+        self.outage = Outage()
         self.server = ClientConfigResponse()
         self.dynamic = ClientDynamicConfigResponse()
         self.extensions: Mapping[str, Any] = {}
@@ -144,11 +146,12 @@ class Connection:
             return await self._attempt(route, url, body, headers, purpose, timeout_s, credential, idempotency, number)
 
         self._check_breaker(route)
+        trouble = Affected(self.outage)
         try:
             response = await retrying(
                 attempt,
                 policy,
-                on_wait=lambda wait: self._say(url, wait),
+                on_wait=lambda wait: self._say(url, wait, trouble),
                 clock=time.monotonic,
                 sleep=asyncio.sleep,
                 random=random.random,
@@ -159,6 +162,8 @@ class Connection:
         except APIStatusError:
             self.breaker.succeeded(route.name)
             raise
+        finally:
+            trouble.over()
         self.breaker.succeeded(route.name)
         return response
 
@@ -305,9 +310,9 @@ class Connection:
             except TinkerError as error:
                 logger.debug("refreshing the dynamic configuration failed: %s", error)
 
-    def _say(self, url: str, wait: RetryWait) -> None:
-        """Once per incident, at its first wait: what is wrong and how long we go on."""
-        if wait.attempt == 1:
+    def _say(self, url: str, wait: RetryWait, trouble: Affected) -> None:
+        """Once per incident, at the first wait of whoever notices first: what is wrong and how long we go on."""
+        if trouble.begin():
             logger.warning(
                 "%s; trying again for up to %.0f s (%s)", wait.error, self.policy().deadline_s - wait.elapsed_s, url
             )

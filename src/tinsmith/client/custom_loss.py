@@ -22,7 +22,7 @@ from tinsmith.errors import InvalidInputError, WireError
 from tinsmith.wire.inputs import Datum
 from tinsmith.wire.numbers import Array, is_torch_tensor
 from tinsmith.wire.tensors import TensorData, sparse_if_smaller, tensor_of
-from tinsmith.wire.training import ForwardBackwardOutput, LossFnOutput
+from tinsmith.wire.training import ForwardBackwardOutput, LossFnOutput, LossFnType
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 LossFn: TypeAlias = Callable[[list[Datum], "list[torch.Tensor]"], "tuple[torch.Tensor, Mapping[str, Any]]"]
 """Gets the datums and the logprobs of each; returns the loss, one number, and metrics by name."""
 
-SURROGATE = "cross_entropy"
+SURROGATE: LossFnType = "cross_entropy"
 """The server's loss in both passes."""
 
 

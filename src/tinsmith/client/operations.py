@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 from tinsmith.client.connection import JSON_TYPE, Connection, decode_answer
 from tinsmith.client.futures import Future
 from tinsmith.client.metrics import Metrics
-from tinsmith.client.outage import Outage
 from tinsmith.client.polling import wait_for_result
 from tinsmith.client.queue_state import QueueStateObserver
 from tinsmith.client.session import Session
@@ -49,7 +48,7 @@ class Operations:
         self.connection = connection
         self.session = session
         self.metrics = Metrics()
-        self.outage = Outage()
+        self.outage = connection.outage
         self.telemetry = Telemetry(connection, enabled=connection.config.telemetry)
         session.on_created = self.telemetry.session_started
         self.queue_observer: Callable[[str], QueueStateObserver] | None = None

@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from tinsmith.client import custom_loss
 from tinsmith.client.connection import JSON_TYPE, PROTOBUF_TYPE
+from tinsmith.client.custom_loss import SURROGATE
 from tinsmith.client.futures import Future
 from tinsmith.client.operations import Operations
 from tinsmith.client.sequence import Sequence, Turns
@@ -38,12 +40,8 @@ from tinsmith.wire.training import (
     LossFnType,
 )
 
-if TYPE_CHECKING:
-    import torch
-
 logger = logging.getLogger(__name__)
 
-CustomLossFn = Callable[[list[Datum], "list[torch.Tensor]"], "tuple[torch.Tensor, Mapping[str, Any]]"]
 FORMAT_STATUSES = frozenset({400, 415, 422})
 """How servers that read JSON only refuse a binary body."""
 
@@ -62,11 +60,11 @@ class _Part:
 class OrderedOperations:
     """The operations of one model."""
 
-    def __init__(self, holder: Operations, model_id: str, first_number: int = 0) -> None:
+    def __init__(self, holder: Operations, model_id: str) -> None:
         self._holder = holder
         self._model_id = model_id
-        self._numbers = Sequence(first_number)
-        self._turns = Turns(first_number)
+        self._numbers = Sequence()
+        self._turns = Turns()
         self._gaps: list[int] = []
 
     def submit(
@@ -233,7 +231,7 @@ class OrderedOperations:
         nothing = Datum(ModelInput.from_ints([0]), {"target_tokens": [0], "weights": [0.0]})
         while self._gaps:
             number = self._gaps[0]
-            for part in self._prepare([nothing], "cross_entropy", None, forward_only=True, first=number):
+            for part in self._prepare([nothing], SURROGATE, None, forward_only=True, first=number):
                 try:
                     await self._submit_part(replace(part, called=called))
                 except APIStatusError as error:
@@ -252,30 +250,26 @@ class OrderedOperations:
         """Spend numbers that will not be used: a server that runs in order would wait for them for ever."""
         smallest = min((datum for part in like for datum in part.request.forward_backward_input.data), key=binary_bytes)
         for number in range(first, first + len(like)):
-            filler = self._prepare([smallest], "cross_entropy", None, forward_only=True, first=number)
+            filler = self._prepare([smallest], SURROGATE, None, forward_only=True, first=number)
             await self._run_parts("forward", filler)
 
-    def submit_custom(self, data: list[Datum], loss_fn: CustomLossFn) -> Future[ForwardBackwardOutput]:
+    def submit_custom(self, data: list[Datum], loss_fn: custom_loss.LossFn) -> Future[ForwardBackwardOutput]:
         """A pass with a loss of the caller's own; takes the numbers of its forward and its backward at once."""
-        from tinsmith.client import custom_loss
-
-        first = self._prepare(custom_loss.forward_data(data), "cross_entropy", None, forward_only=True)
+        first = self._prepare(custom_loss.forward_data(data), SURROGATE, None, forward_only=True)
         spare = self._numbers.take(len(first))
         work = self._run_custom(data, loss_fn, first, spare)
         return self._holder.submit("forward_backward_custom", work, cancellable=False)
 
     async def _run_custom(
-        self, data: list[Datum], loss_fn: CustomLossFn, first: list[_Part], spare: int
+        self, data: list[Datum], loss_fn: custom_loss.LossFn, first: list[_Part], spare: int
     ) -> ForwardBackwardOutput:
         """Forward, the caller's loss here, backward. The numbers of the backward are taken already, so that what the
         caller does next comes after it; if the loss fails they are closed by forward passes that change nothing."""
-        from tinsmith.client import custom_loss
-
         try:
             forward = await self._run_parts("forward", first)
             custom = await asyncio.to_thread(custom_loss.gradients, loss_fn, data, forward.loss_fn_outputs)
             weighted = custom_loss.backward_data(data, custom.gradients)
-            parts = self._prepare(weighted, "cross_entropy", None, forward_only=False, first=spare)
+            parts = self._prepare(weighted, SURROGATE, None, forward_only=False, first=spare)
         except BaseException:
             try:
                 await self._close_numbers(first, spare)

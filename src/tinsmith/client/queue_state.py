@@ -27,7 +27,7 @@ class QueueState(enum.Enum):
 
 
 class QueueStateObserver(Protocol):
-    """Told of every pending answer; plug in your own with `ServiceClient.queue_observer`."""
+    """Told of every pending answer; plug in your own with `ServiceClient.set_queue_observer`."""
 
     def on_queue_state_change(self, queue_state: QueueState, queue_state_reason: str | None) -> None: ...
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,7 +57,11 @@ class RecoveringTrainingClient:
         self._on_recovery = on_recovery
         self._checkpoint = checkpoint
         self._left = max_recoveries
-        self._steps = 0
+        self._counting = threading.Lock()
+        self._called = 0
+        """Optimizer steps called for so far; the others are counts of these."""
+        self._done = 0
+        self._saved_at = 0
         self._lock: asyncio.Lock | None = None
 
     @property
@@ -88,7 +93,11 @@ class RecoveringTrainingClient:
     forward_backward_custom_async = submitted(forward_backward_custom)
 
     def optim_step(self, optim_params: OptimParams) -> Future[OptimStepResponse]:
-        return self._guard(self._client, self._client.optim_step(optim_params), self._stepped)
+        with self._counting:
+            stepped = self._client.optim_step(optim_params)
+            self._called += 1
+            number = self._called
+        return self._guard(self._client, stepped, lambda _: self._stepped(number))
 
     optim_step_async = submitted(optim_step)
 
@@ -100,16 +109,20 @@ class RecoveringTrainingClient:
         user_metadata: dict[str, str] | None = None,
     ) -> Future[SaveWeightsResponse]:
         """Save weights and optimizer; this is where a lost run goes on from."""
-        saved = self._client.save_state(name, ttl_seconds, overwrite, user_metadata)
-        return self._guard(self._client, saved, self._saved)
+        with self._counting:
+            saved = self._client.save_state(name, ttl_seconds, overwrite, user_metadata)
+            number = self._called
+        return self._guard(self._client, saved, lambda answer: self._saved(answer, number))
 
     save_state_async = submitted(save_state)
 
-    def _stepped(self, _: Any) -> None:
-        self._steps += 1
+    def _stepped(self, number: int) -> None:
+        self._done = max(self._done, number)
 
-    def _saved(self, answer: SaveWeightsResponse) -> None:
-        self._checkpoint, self._steps = answer.path, 0
+    def _saved(self, answer: SaveWeightsResponse, number: int) -> None:
+        """A checkpoint holds the steps called before it, in whatever order the results are heard of."""
+        if number >= self._saved_at:
+            self._checkpoint, self._saved_at = answer.path, number
 
     def _guard(
         self, client: TrainingClient, future: Future[Any], note: Callable[[Any], None] = lambda _: None
@@ -141,8 +154,10 @@ class RecoveringTrainingClient:
             self._left -= 1
             logger.warning("run %s is lost (%s); resuming from %s", lost.model_id, cause, self._checkpoint)
             self._client = await self._resume(self._checkpoint)
-            event = RecoveryEvent(lost.model_id, self._client.model_id, self._checkpoint, self._steps, cause)
-            self._steps = 0
+            steps_lost = max(0, self._done - self._saved_at)
+            event = RecoveryEvent(lost.model_id, self._client.model_id, self._checkpoint, steps_lost, cause)
+            with self._counting:
+                self._done = self._saved_at = self._called
             if self._on_recovery is not None:
                 await asyncio.to_thread(self._on_recovery, event)
             return RunRecoveredError(

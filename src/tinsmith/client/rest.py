@@ -12,20 +12,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tinsmith.client.administration import AdminClient
-from tinsmith.client.connection import Connection
 from tinsmith.client.downloads import Progress, download_files
-from tinsmith.client.embedded import client_config
 from tinsmith.client.futures import Future, awaited
 from tinsmith.client.operations import Operations
-from tinsmith.client.session import Session
+from tinsmith.client.sessionless import SessionlessClient
 from tinsmith.errors import ExperimentalWarning, InvalidInputError, TinkerError
 from tinsmith.transport.base import Purpose
-from tinsmith.version import PROTOCOL_VERSION
 from tinsmith.wire import routes
 from tinsmith.wire.admin import AuditEventType, AuditLogResponse, BillingUsageResponse
 from tinsmith.wire.admin import CurrentCheckpointStorageUsageResponse as StorageUsageResponse
 from tinsmith.wire.message import NOT_GIVEN
-from tinsmith.wire.routes import Route
 from tinsmith.wire.runs import (
     AccessQuery,
     AccessScope,
@@ -61,16 +57,8 @@ TRACE_POLL_S = 5.0
 PAGE = 100
 
 
-class RestClient:
-    """Needs no session. Every method returns a future; its `_async` twin is awaited for the value."""
-
-    def __init__(
-        self, _holder: Operations | None = None, *, base_url: str | None = None, api_key: str | None = None
-    ) -> None:
-        if _holder is None:
-            connection = Connection(client_config(base_url=base_url, api_key=api_key))
-            _holder = Operations(connection, Session(connection))
-        self.holder = _holder
+class RestClient(SessionlessClient):
+    """Runs, checkpoints, sessions and samplers of one's own. Needs no session."""
 
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> Future[TrainingRun]:
         """One training run."""
@@ -323,26 +311,6 @@ class RestClient:
         return AdminClient(self.holder).get_current_checkpoint_storage_usage(project_id)
 
     get_current_checkpoint_storage_usage_async = awaited(get_current_checkpoint_storage_usage)
-
-    def get_telemetry(self) -> Any:
-        return self.holder.telemetry
-
-    def close(self) -> None:
-        """End the client's connections and its thread."""
-        self.holder.close()
-
-    def __enter__(self) -> RestClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def _answer(self, route: Route, method: str, request: Any = None, **call: Any) -> Any:
-        headers = {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": method}
-        return await self.holder.connection.call(route, request, headers=headers, **call)
-
-    def _call(self, route: Route, method: str, request: Any = None, **call: Any) -> Future[Any]:
-        return self.holder.submit(method, self._answer(route, method, request, **call))
 
 
 def copy_weights(holder: Operations, request: CopyWeightsRequest, token: str | None) -> Future[str]:

@@ -24,7 +24,7 @@ class Runner:
 
     def __init__(self, name: str = "tinsmith") -> None:
         self._name = name
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a client that is collected while it is held closes its runner
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -46,16 +46,18 @@ class Runner:
     def submit(self, coroutine: Coroutine[Any, Any, T], *, cancellable: bool = True) -> Future[T]:
         """Start a coroutine in the loop; its future is safe to use from any thread or loop."""
         try:
-            loop = self._running_loop()
+            self._check_process()
+            with self._lock:
+                loop = self._running_loop()
+                future: Future[T] = Future(self._thread, cancellable=cancellable)
+                self._submitted.append((coroutine, future))
+                is_first = len(self._submitted) == 1
         except TinkerError:
             coroutine.close()
             raise
-        future: Future[T] = Future(self._thread, cancellable=cancellable)
-        with self._lock:
-            self._submitted.append((coroutine, future))
-            is_first = len(self._submitted) == 1
         if is_first:  # each wake-up of the loop is a system call; one serves all that came before it is heard
-            loop.call_soon_threadsafe(self._start_submitted)
+            with contextlib.suppress(RuntimeError):  # closed since; `_end` has seen to what was submitted before
+                loop.call_soon_threadsafe(self._start_submitted)
         return future
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -69,32 +71,36 @@ class Runner:
         """Accept nothing more, cancel what runs, run what `last` makes (it is called in the loop, before anything is
         cancelled), end the thread, and wait for that up to the timeout; from inside the loop nothing is waited for.
         Safe to call twice, and after a fork."""
+        if self.is_inherited:
+            self._is_closed = True
+            return
         with self._lock:
             self._is_closed = True
             loop, thread = self._loop, self._thread
             self._loop = self._thread = None
-        if loop is None or thread is None or self.is_inherited:
+        if loop is None or thread is None:
             return
         loop.call_soon_threadsafe(self._end, loop, last)
         if thread is not threading.current_thread():
             thread.join(timeout_s)
 
-    def _running_loop(self) -> asyncio.AbstractEventLoop:
-        if os.getpid() != self._pid:
+    def _check_process(self) -> None:
+        """Before the lock is touched: in a forked child it may be held for ever."""
+        if self.is_inherited:
             raise TinkerError(
                 "This client was made before the process forked, and its connections belong to the parent. "
                 "Make a new client in the child process."
             )
-        with self._lock:
-            if self._is_closed:
-                raise TinkerError("This client is closed. Make a new one.")
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=_run, args=(self._loop, self._tasks), name=self._name, daemon=True
-                )
-                self._thread.start()
-            return self._loop
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop, started if need be; called with the lock held."""
+        if self._is_closed:
+            raise TinkerError("This client is closed. Make a new one.")
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_run, args=(self._loop, self._tasks), name=self._name, daemon=True)
+            self._thread.start()
+        return self._loop
 
     def _start_submitted(self) -> None:
         with self._lock:
@@ -133,6 +139,7 @@ class Runner:
     def _end(self, loop: asyncio.AbstractEventLoop, last: Callable[[], Coroutine[Any, Any, Any]] | None) -> None:
         """Tell all who wait first: that is quick, and ending the tasks of many thousand operations is not."""
         farewell = last() if last is not None else None
+        self._start_submitted()  # what was submitted just before the client was closed is told, too
         for future in [future for task, future in self._open.items() if not task.done()]:
             with contextlib.suppress(concurrent.futures.InvalidStateError):
                 future.set_exception(_closed())

@@ -31,8 +31,8 @@ class Turns:
     Done means accepted by the server or finally refused: either way the next one may be sent.
     """
 
-    def __init__(self, first: int = 0) -> None:
-        self._next = first
+    def __init__(self) -> None:
+        self._next = 0
         self._done: set[int] = set()
         self._waiting: dict[int, asyncio.Event] = {}
 

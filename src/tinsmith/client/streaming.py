@@ -48,19 +48,13 @@ async def stream_sample(
             loop.call_soon_threadsafe(arrived.set)
 
     async def pump() -> None:
-        try:
-            async for piece in _pieces(holder, request, take_number):
-                while len(pieces) >= BUFFERED_EVENTS:
-                    await asyncio.sleep(0.005)
-                put(piece)
-            put(None)
-        except asyncio.CancelledError:
-            put(TinkerError("The client was closed before the stream was done."))
-            raise
-        except Exception as error:
-            put(error)
+        async for piece in _pieces(holder, request, take_number):
+            while len(pieces) >= BUFFERED_EVENTS:
+                await asyncio.sleep(0.005)
+            put(piece)
 
     pumping = holder.submit("sample_stream", pump())
+    pumping.add_done_callback(lambda done: put(None if done.cancelled() else done.exception()))
     try:
         while True:
             arrived.clear()

@@ -8,10 +8,11 @@ from urllib.parse import urlencode
 import msgspec
 
 from tinsmith.client.operations import Operations
-from tinsmith.errors import TinkerError
-from tinsmith.transport.base import HttpRequest, Purpose
+from tinsmith.errors import BadRequestError, NotFoundError, TinkerError, WireError
+from tinsmith.transport.base import Purpose
+from tinsmith.wire.routes import Route
 
-TOKENIZER_PATH = "/tinsmith/v1/tokenizer"
+TOKENIZER = Route(name="tokenizer", method="GET", path="/tinsmith/v1/tokenizer")
 
 
 def tokenizer_of(holder: Operations, model_name: str | None, tokenizer_id: str | None) -> Any:
@@ -36,18 +37,21 @@ def tokenizer_of(holder: Operations, model_name: str | None, tokenizer_id: str |
 
 
 async def _from_server(holder: Operations, model_name: str) -> dict[str, Any] | None:
+    """The files that the server has; None if it has none. A server that fails is an error: another tokenizer from
+    elsewhere might not be the one that the model was trained with."""
     connection = holder.connection
     await connection.ready()
     if not connection.extensions.get("tokenizer"):
         return None
-    request = HttpRequest(
-        method="GET",
-        url=f"{connection.config.base_url}{TOKENIZER_PATH}?{urlencode({'model': model_name})}",
-        headers=await connection.headers(),
-        purpose=Purpose.REST,
-    )
-    response = await connection.transport().send(request)
-    if response.status != 200:
+    url = f"{connection.config.base_url}{TOKENIZER.path}?{urlencode({'model': model_name})}"
+    try:
+        response = await connection.send(TOKENIZER, None, url=url, purpose=Purpose.REST)
+    except (NotFoundError, BadRequestError):
         return None
-    answer = msgspec.json.decode(response.body)
-    return answer if isinstance(answer, dict) and isinstance(answer.get("tokenizer_json"), str) else None
+    try:
+        answer = msgspec.json.decode(response.body)
+    except msgspec.DecodeError as error:
+        raise WireError(f"the answer of {response.url} is not JSON: {error}") from None
+    if not isinstance(answer, dict) or not isinstance(answer.get("tokenizer_json"), str):
+        raise WireError(f"the answer of {response.url} holds no tokenizer_json")
+    return answer

@@ -9,10 +9,12 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
+from tinsmith.client import custom_loss
+from tinsmith.client.custom_loss import LossFn
 from tinsmith.client.futures import Future, awaited, blocking, submitted
 from tinsmith.client.loss_graph import LossHandle
 from tinsmith.client.operations import Operations
-from tinsmith.client.ordered import CustomLossFn, OrderedOperations
+from tinsmith.client.ordered import OrderedOperations
 from tinsmith.client.retry_config import RetryConfig
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.tokenizing import tokenizer_of
@@ -58,11 +60,11 @@ T = TypeVar("T")
 class TrainingClient:
     """Trains one model. Made by `ServiceClient.create_lora_training_client` and its siblings."""
 
-    def __init__(self, holder: Operations, model_seq_id: int, model_id: str, *, _first_number: int = 0) -> None:
+    def __init__(self, holder: Operations, model_seq_id: int, model_id: str) -> None:
         self.holder = holder
         self.model_seq_id = model_seq_id
         self.model_id = model_id
-        self._order = OrderedOperations(holder, model_id, _first_number)
+        self._order = OrderedOperations(holder, model_id)
 
     def forward(
         self, data: list[Datum], loss_fn: LossFnType, loss_fn_config: Mapping[str, float | str] | None = None
@@ -83,7 +85,7 @@ class TrainingClient:
     def forward_backward_custom(
         self,
         data: list[Datum],
-        loss_fn: CustomLossFn | LossHandle,
+        loss_fn: LossFn | LossHandle,
         *,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Future[ForwardBackwardOutput]:
@@ -91,8 +93,6 @@ class TrainingClient:
         uploaded loss from `ServiceClient.create_custom_loss`."""
         if loss_type_input not in (None, "logprobs"):
             raise InvalidInputError(f"loss_type_input: only 'logprobs' is known, got {loss_type_input!r}")
-        from tinsmith.client import custom_loss
-
         if isinstance(loss_fn, LossHandle):
             custom_loss.check_inputs(loss_fn, data)
             if loss_fn.loss_id is not None:
@@ -261,7 +261,12 @@ class TrainingClient:
     ) -> SamplingClient:
         answer = await saved
         if answer.sampling_session_id is None:
-            return await SamplingClient.create(self.holder, model_path=answer.path, retry_config=retry_config)
+            return await SamplingClient.create(
+                self.holder,
+                model_path=answer.path,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
         return SamplingClient(
             self.holder,
             sampling_session_id=answer.sampling_session_id,

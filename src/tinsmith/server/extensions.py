@@ -124,7 +124,7 @@ class Extensions:
         return _json(self._services.admission.remaining(caller, queued))
 
     async def status(self, request: Request) -> Response:
-        """What the server does now, for `tinsmith status`."""
+        """What the server does now: its engine, and the caller's organisation's queue, sessions and runs."""
         try:
             caller = await self._caller(request)
         except TinkerError as error:

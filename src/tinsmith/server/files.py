@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import os
 import re
+import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tinsmith.errors import InvalidInputError
@@ -105,6 +107,22 @@ def link_tree(source: Path, target: Path) -> None:
                 os.link(path, place)
             except OSError:
                 shutil.copy2(path, place)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Where to write a file that is to appear whole; several may write the same one at once, and the last counts."""
+    temporary = path.with_name(f".{secrets.token_hex(8)}.new")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, body: bytes) -> None:
+    with replacing(path) as temporary:
+        temporary.write_bytes(body)
 
 
 def remove_tree(path: Path) -> None:

@@ -41,7 +41,7 @@ def make_finishers(services: Services) -> Mapping[str, Finisher]:
 
         def forget() -> None:
             services.access.models.pop(model_id, None)
-            asyncio.get_running_loop().create_task(services.runs.forget(model_id))
+            services.runs.forget_soon(model_id)
 
         state = statement("set_model_state", model_id=model_id, state="unloaded")
         return Finished(_outcome({"model_id": model_id, "type": "unload_model"}), (state,), forget)

@@ -1,7 +1,7 @@
 """Ends of things: sessions that finish or fall silent, checkpoints past their time, results nobody can ask for.
 
 The sweeper is one task with one round every few seconds. Deleting is done after the row is gone, so a crash leaves at
-most a directory that the next start removes.
+most a directory that nothing refers to.
 Does not know: HTTP.
 """
 
@@ -22,7 +22,6 @@ from tinsmith.store.rows import CheckpointRow, ModelRow, SamplerRow, SessionRow
 logger = logging.getLogger(__name__)
 
 BATCH = 500
-PRUNE_ROWS = 5000
 STORAGE_EVERY_S = 3600.0
 
 
@@ -190,9 +189,9 @@ class OwnedStorageRow(Row, frozen=True, kw_only=True):
     size_bytes: int
 
 
-async def delete_checkpoint(services: Services, row: CheckpointRow) -> None:
-    """The row first, then the files: a crash between leaves no row without files."""
-    await services.store.write(statement("delete_checkpoint", path=row.path))
+async def delete_checkpoint(services: Services, row: CheckpointRow, *statements: Statement) -> None:
+    """The row first, with what is written beside, then the files: a crash between leaves no row without files."""
+    await services.store.write(statement("delete_checkpoint", path=row.path), *statements)
     await asyncio.to_thread(remove_tree, Path(row.directory))
 
 

@@ -282,6 +282,7 @@ class Runs:
         self.is_stopped = False
         self._runs: dict[str, Run] = {}
         self._loading: dict[str, asyncio.Future[Run | None]] = {}
+        self._forgetting: set[asyncio.Task[None]] = set()
 
     def add(self, row: ModelRow, create: CreateModel) -> Run:
         """A run that was just accepted."""
@@ -313,6 +314,12 @@ class Runs:
         if run is not None:
             await run.close()
 
+    def forget_soon(self, model_id: str) -> None:
+        """The same for those who cannot wait for it; `stop` does."""
+        task = asyncio.get_running_loop().create_task(self.forget(model_id))
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+
     async def ready(self, base_model: str) -> None:
         """Wait until the backend takes jobs."""
         attempt = 0
@@ -325,6 +332,7 @@ class Runs:
         self.is_stopped = True
         for run in self.all():
             await run.stop()
+        await asyncio.gather(*self._forgetting, return_exceptions=True)
 
     async def journal(self, lane: str, after: int) -> list[ReplayRow]:
         return await self._read(ReplayRow, "journal", lane=lane, after=after, limit=REPLAY_PAGE)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from tinsmith.server.files import write_whole
 from tinsmith.server.services import Services
 from tinsmith.store.rows import JobHeadRow, ResultHeadRow, SessionRow
 
@@ -21,7 +21,7 @@ async def write_trace(services: Services, session: SessionRow) -> Path:
     results = await services.store.read(ResultHeadRow, "result_heads_of_session", session_id=session.session_id)
     body = msgspec.json.encode(trace_of(session, jobs, {result.request_id: result for result in results}))
     path = services.files.trace(session.session_id)
-    await asyncio.to_thread(_write, path, body)
+    await asyncio.to_thread(write_whole, path, body)
     return path
 
 
@@ -57,9 +57,3 @@ def _spans(job: JobHeadRow, result: ResultHeadRow | None, number: int) -> list[d
         {**common, "ph": "e", "name": "running", "ts": finished},
         {**common, "ph": "e", "name": job.kind, "ts": finished},
     ]
-
-
-def _write(path: Path, body: bytes) -> None:
-    temporary = path.with_suffix(".new")
-    temporary.write_bytes(body)
-    os.replace(temporary, path)

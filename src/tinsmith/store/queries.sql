@@ -20,18 +20,12 @@ ON CONFLICT (user_id) DO NOTHING;
 -- name: user
 SELECT * FROM users WHERE user_id = :user_id;
 
--- name: users_of_org
-SELECT * FROM users WHERE org_id = :org_id ORDER BY created_at, user_id;
-
 -- name: insert_project
 INSERT INTO projects (project_id, org_id, name, created_at) VALUES (:project_id, :org_id, :name, :created_at)
 ON CONFLICT (project_id) DO NOTHING;
 
 -- name: project
 SELECT * FROM projects WHERE project_id = :project_id;
-
--- name: projects_of_org
-SELECT * FROM projects WHERE org_id = :org_id ORDER BY created_at, project_id;
 
 -- Keys -----------------------------------------------------------------------------------------------------------
 
@@ -41,18 +35,11 @@ INSERT INTO keys (key_id, digest, hint, org_id, user_id, project_id, name, note,
 VALUES (:key_id, :digest, :hint, :org_id, :user_id, :project_id, :name, :note, :scopes, :created_at, :expires_at,
     :revoked_at, :requests_per_minute, :tokens_per_day);
 
--- A free number; another process may take it first, and then insert_key fails with ConstraintError.
--- name: next_key_id
-SELECT COALESCE(MAX(key_id), 0) + 1 AS key_id FROM keys;
-
 -- name: key_by_digest
 SELECT * FROM keys WHERE digest = :digest;
 
 -- name: key
 SELECT * FROM keys WHERE key_id = :key_id;
-
--- name: keys_of_org
-SELECT * FROM keys WHERE org_id = :org_id ORDER BY key_id;
 
 -- name: keys
 SELECT * FROM keys ORDER BY key_id;
@@ -88,23 +75,15 @@ UPDATE sessions SET project_id = :project_id WHERE session_id = :session_id;
 -- name: sessions_active
 SELECT * FROM sessions WHERE status = 'active' ORDER BY heartbeat_at, session_id;
 
--- name: sessions_silent
-SELECT * FROM sessions WHERE status = 'active' AND heartbeat_at < :before ORDER BY heartbeat_at, session_id;
-
--- name: count_sessions_active_of_org
-SELECT COUNT(*) AS count FROM sessions WHERE org_id = :org_id AND status = 'active';
-
 -- name: sessions_of_org
 SELECT * FROM sessions WHERE org_id = :org_id ORDER BY created_at DESC, session_id DESC LIMIT :limit OFFSET :offset;
 
--- name: count_sessions_of_org
-SELECT COUNT(*) AS count FROM sessions WHERE org_id = :org_id;
+-- name: sessions_before
+SELECT * FROM sessions WHERE org_id = :org_id AND created_at < :before ORDER BY created_at DESC, session_id DESC
+LIMIT :limit OFFSET :offset;
 
 -- name: sessions_of_user
 SELECT * FROM sessions WHERE user_id = :user_id ORDER BY created_at DESC, session_id DESC LIMIT :limit OFFSET :offset;
-
--- name: count_sessions_of_user
-SELECT COUNT(*) AS count FROM sessions WHERE user_id = :user_id;
 
 -- Models ---------------------------------------------------------------------------------------------------------
 
@@ -158,9 +137,6 @@ SELECT * FROM models WHERE org_id = :org_id ORDER BY created_at DESC, model_id D
 
 -- name: count_models_of_org
 SELECT COUNT(*) AS count FROM models WHERE org_id = :org_id;
-
--- name: count_models_live_of_org
-SELECT COUNT(*) AS count FROM models WHERE org_id = :org_id AND state = 'live';
 
 -- name: models_of_user
 SELECT * FROM models WHERE user_id = :user_id ORDER BY created_at DESC, model_id DESC LIMIT :limit OFFSET :offset;
@@ -230,11 +206,6 @@ SELECT * FROM jobs WHERE request_id = :request_id;
 -- name: job_by_number
 SELECT * FROM jobs WHERE lane = :lane AND seq = :seq;
 
--- Without the payload, for JobHeadRow.
--- name: job_head
-SELECT request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, length(job) AS size_bytes
-FROM jobs WHERE request_id = :request_id;
-
 -- name: job_head_by_number
 SELECT request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, length(job) AS size_bytes
 FROM jobs WHERE lane = :lane AND seq = :seq;
@@ -246,10 +217,6 @@ FROM jobs WHERE session_id = :session_id ORDER BY created_at, lane, seq;
 -- What a restarted server goes on with.
 -- name: jobs_queued
 SELECT * FROM jobs WHERE state = 'queued' ORDER BY lane, seq;
-
--- name: job_heads_queued
-SELECT request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, length(job) AS size_bytes
-FROM jobs WHERE state = 'queued' ORDER BY created_at, lane, seq;
 
 -- The journal: page on with the last seq.
 -- name: jobs_of_lane_after
@@ -278,33 +245,12 @@ FROM jobs JOIN results ON results.request_id = jobs.request_id
 WHERE jobs.lane = :lane AND jobs.seq >= :first AND jobs.seq < :last AND results.finished_at > :after
 ORDER BY results.finished_at LIMIT :limit;
 
--- name: highest_seq_of_lane
-SELECT COALESCE(MAX(seq), -1) AS seq FROM jobs WHERE lane = :lane;
-
--- name: count_jobs_queued_of_org
-SELECT COUNT(*) AS count FROM jobs WHERE org_id = :org_id AND state = 'queued';
-
 -- name: count_jobs_queued
 SELECT COUNT(*) AS count FROM jobs WHERE state = 'queued';
 
 -- Queued is the only state that can be left, so a second outcome of a job touches no row.
 -- name: set_job_state
 UPDATE jobs SET state = :state WHERE request_id = :request_id AND state = 'queued';
-
--- Run before prune_jobs with the same parameters, in one write. Both keep what is queued and what a live model replays.
--- name: prune_results
-DELETE FROM results WHERE request_id IN (
-    SELECT jobs.request_id FROM sessions JOIN jobs ON jobs.session_id = sessions.session_id
-    WHERE sessions.ended_at < :before AND jobs.state <> 'queued'
-    AND jobs.lane NOT IN (SELECT model_id FROM models WHERE state = 'live')
-    ORDER BY jobs.request_id LIMIT :limit);
-
--- name: prune_jobs
-DELETE FROM jobs WHERE request_id IN (
-    SELECT jobs.request_id FROM sessions JOIN jobs ON jobs.session_id = sessions.session_id
-    WHERE sessions.ended_at < :before AND jobs.state <> 'queued'
-    AND jobs.lane NOT IN (SELECT model_id FROM models WHERE state = 'live')
-    ORDER BY jobs.request_id LIMIT :limit);
 
 -- Drops the payloads that a snapshot contains. Numbers, digests and results stay, so that repeated requests are known.
 -- name: prune_journal
@@ -340,11 +286,6 @@ VALUES (:request_id, :encoding, :digest, :started_at, :finished_at, :body) ON CO
 -- name: result
 SELECT * FROM results WHERE request_id = :request_id;
 
--- Without the body, for ResultHeadRow.
--- name: result_head
-SELECT request_id, encoding, digest, started_at, finished_at, length(body) AS size_bytes
-FROM results WHERE request_id = :request_id;
-
 -- name: result_heads_of_session
 SELECT results.request_id, results.encoding, results.digest, results.started_at, results.finished_at,
     length(results.body) AS size_bytes
@@ -379,20 +320,11 @@ SELECT * FROM checkpoints WHERE model_id = :model_id ORDER BY created_at, path;
 -- name: checkpoints_of_session
 SELECT * FROM checkpoints WHERE session_id = :session_id ORDER BY created_at, path;
 
--- name: checkpoints_of_org
-SELECT * FROM checkpoints WHERE org_id = :org_id ORDER BY created_at DESC, path DESC LIMIT :limit OFFSET :offset;
-
--- name: count_checkpoints_of_org
-SELECT COUNT(*) AS count FROM checkpoints WHERE org_id = :org_id;
-
 -- name: checkpoints_of_user
 SELECT * FROM checkpoints WHERE user_id = :user_id ORDER BY created_at DESC, path DESC LIMIT :limit OFFSET :offset;
 
 -- name: count_checkpoints_of_user
 SELECT COUNT(*) AS count FROM checkpoints WHERE user_id = :user_id;
-
--- name: checkpoints_public
-SELECT * FROM checkpoints WHERE public = 1 ORDER BY created_at DESC, path DESC LIMIT :limit OFFSET :offset;
 
 -- name: set_checkpoint_public
 UPDATE checkpoints SET public = :public WHERE path = :path;

@@ -246,15 +246,3 @@ class SizeRow(Row, frozen=True, kw_only=True):
     """The answer of the queries about bytes."""
 
     size_bytes: int
-
-
-class SeqRow(Row, frozen=True, kw_only=True):
-    """The answer of highest_seq_of_lane; -1 for a lane without jobs."""
-
-    seq: int
-
-
-class KeyIdRow(Row, frozen=True, kw_only=True):
-    """The answer of next_key_id."""
-
-    key_id: int

@@ -59,13 +59,6 @@ class SseDecoder:
             self._extend(following)
         return found
 
-    def close(self) -> list[SseEvent]:
-        """The end of the stream: an event without its blank line is dropped, as the standard says."""
-        self._line.clear()
-        self._data.clear()
-        self._line_bytes = self._data_bytes = 0
-        return []
-
     def _extend(self, text: str) -> None:
         if not text:
             return

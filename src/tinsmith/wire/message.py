@@ -56,7 +56,8 @@ def enc_hook(value: Any) -> Any:
         number = _plain_scalars(value)
         if number is not value:
             return number
-        raise NotImplementedError(f"{type(value)!r} cannot be sent as JSON")
+        kind = type(value).__name__
+        raise InvalidInputError(f"a {kind} cannot be sent as JSON; use texts, numbers, lists and dicts of them")
     return to_builtins()
 
 

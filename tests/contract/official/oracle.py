@@ -17,7 +17,6 @@ import os
 import pathlib
 import pkgutil
 import re
-import sys
 import types
 import typing
 from typing import Any
@@ -28,6 +27,7 @@ import numpy as np
 import pydantic
 import tinker
 import tinker.types
+from questions import answer_all
 
 VERSION = tuple(int(part) for part in tinker.__version__.split("."))
 SENDS_ONLY_SET_FIELDS = VERSION < (0, 18)
@@ -402,15 +402,5 @@ COMMANDS = {
 }
 
 
-def main() -> None:
-    for line in sys.stdin:
-        question = json.loads(line)
-        try:
-            answer = {"ok": COMMANDS[question["command"]](question)}
-        except Exception as error:  # every failure is an answer: the test that asked decides
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_all(COMMANDS)

@@ -7,9 +7,7 @@ answer per line out: {"ok": ...} or {"error": text}. Nothing here imports tinsmi
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import sys
 import threading
 from typing import Any
 
@@ -18,6 +16,7 @@ os.environ["TINKER_TELEMETRY"] = "0"
 import numpy as np
 import tinker
 import tinker.types
+from questions import answer_all
 from tinker.lib.public_interfaces import custom_loss
 from tinker.lib.public_interfaces.api_future import APIFuture, AwaitableConcurrentFuture
 from tinker.lib.public_interfaces.training_client import TrainingClient
@@ -173,15 +172,5 @@ COMMANDS = {
 }
 
 
-def main() -> None:
-    for line in sys.stdin:
-        question = json.loads(line)
-        try:
-            answer = {"ok": COMMANDS[question["command"]](question)}
-        except Exception as error:  # every failure is an answer: the test that asked decides
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer_all(COMMANDS)

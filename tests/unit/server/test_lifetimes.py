@@ -20,6 +20,7 @@ from support.in_process import (
     until,
 )
 
+from tinsmith.server.routes import sessions
 from tinsmith.store.rows import (
     CheckpointRow,
     CustomLossRow,
@@ -385,5 +386,30 @@ def test_a_search_pages_through_every_session_once(tmp_path: Path) -> None:
                     break
                 message["cursor"] = page["next_cursor"]
             assert found == made[::-1]
+
+    run(scenario())
+
+
+def test_a_search_says_where_it_stopped_looking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "SEARCH_PAGE", 2)
+    monkeypatch.setattr(sessions, "SEARCH_LIMIT", 4)
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann = await server.client()
+            oldest = await ann.session(display_name="the first")
+            for _ in range(9):
+                server.clock.advance(0.25)
+                await ann.session()
+            message: dict[str, Any] = {"display_name": "first"}
+            pages = []
+            while len(pages) < 9:
+                page = (await ann.post("sessions/search", message)).json
+                pages.append([item["session_id"] for item in page["sessions"]])
+                if page.get("next_cursor") is None:
+                    break
+                message["cursor"] = page["next_cursor"]
+            assert pages[:3] == [[], [], [oldest]]
+            assert not any(pages[3:])
 
     run(scenario())

@@ -13,6 +13,7 @@ import msgspec
 
 from tinsmith.engine.base import LoraSpec
 from tinsmith.server.calls import NOTHING, Answer, Call, Handlers, reply
+from tinsmith.server.files import replacing
 from tinsmith.server.lifetimes import delete_checkpoint as delete_files
 from tinsmith.server.routes.sessions import texts
 from tinsmith.server.routes.weights import audit, check_ttl
@@ -30,6 +31,8 @@ from tinsmith.wire.weights import (
 EXTERNAL_SINCE = (0, 28)
 """Older releases refuse a list that holds a checkpoint type they do not know."""
 MAX_PAGE = 1000
+ARCHIVE = ".archive.tar"
+"""In the directory of a checkpoint, from the first time that it is asked for."""
 
 
 async def list_training_runs(services: Services, call: Call) -> Answer:
@@ -138,8 +141,8 @@ def _path(call: Call) -> str:
 
 async def delete_checkpoint(services: Services, call: Call) -> Answer:
     row = await _own(services, call)
-    await services.store.write(audit(services, call, "checkpoint_deleted", row, {"size_bytes": row.size_bytes}))
-    await delete_files(services, row)
+    deleted = audit(services, call, "checkpoint_deleted", row, {"size_bytes": row.size_bytes})
+    await delete_files(services, row, deleted)
     return NOTHING
 
 
@@ -189,24 +192,22 @@ async def get_external_weights_urls(services: Services, call: Call) -> Answer:
 async def get_checkpoint_archive(services: Services, call: Call) -> Answer:
     """A tar of the checkpoint, by a redirect as releases up to 0.35 expect it."""
     row = await services.access.checkpoint(call.caller, _path(call))
-    archive = await asyncio.to_thread(_archive, Path(row.directory))
+    archive = Path(row.directory) / ARCHIVE
+    if not archive.exists():
+        services.files.check_room()
+        await asyncio.to_thread(_make_archive, archive)
     url, expires = services.signer.url(call.base_url, services.files.relative(archive), services.config.download_ttl_s)
     answer = CheckpointArchiveUrlResponse(url=url, expires=_time(expires))
     headers = {"location": url, "expires": format_datetime(_time(expires), usegmt=True)}
     return Answer(reply(answer).body, 302, headers=headers)
 
 
-def _archive(directory: Path) -> Path:
-    """`archive.tar` inside the directory, made once."""
-    path = directory / ".archive.tar"
-    if not path.exists():
-        temporary = directory / ".archive.new"
-        with tarfile.open(temporary, "w") as tar:
-            for file in sorted(directory.iterdir()):
-                if file.is_file() and not file.name.startswith("."):
-                    tar.add(file, arcname=file.name)
-        temporary.replace(path)
-    return path
+def _make_archive(path: Path) -> None:
+    """The files of a checkpoint, beside them."""
+    with replacing(path) as temporary, tarfile.open(temporary, "w") as tar:
+        for file in sorted(path.parent.iterdir()):
+            if file.is_file() and not file.name.startswith("."):
+                tar.add(file, arcname=file.name)
 
 
 def _time(seconds: float) -> datetime:

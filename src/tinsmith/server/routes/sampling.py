@@ -66,7 +66,7 @@ async def _new_sampler(
     model_path: str | None,
 ) -> SamplerRow:
     """A sampler on the base, or on a second name for a checkpoint's files: it stays when the checkpoint goes."""
-    directory = adapter_key = None
+    directory = adapter_key = source = None
     if model_path is not None:
         source = await services.access.checkpoint(caller, model_path)
         if source.kind == "external_weights":
@@ -74,12 +74,14 @@ async def _new_sampler(
                 f"model_path: {model_path} is an export; sample a sampler_weights path", field="model_path"
             )
         base_model, adapter_key = source.base_model, source.digest
-        place = services.files.sampler(sampler_id)
-        await asyncio.to_thread(link_tree, Path(source.directory), place)
-        directory = str(place)
     card = card_of(services, base_model or "")
     if not card.sampleable:
         raise InvalidInputError(f"base_model: {card.name} cannot be sampled here", field="base_model")
+    if source is not None:
+        # Named after what is sampled: two requests may come at once under one number, and one of them will be refused.
+        place = services.files.sampler(sampler_id) / digest_of(source.directory.encode())[:16]
+        await asyncio.to_thread(link_tree, Path(source.directory), place)
+        directory = str(place)
     return SamplerRow(
         sampler_id=sampler_id,
         session_id=session_id,

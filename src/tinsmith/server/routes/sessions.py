@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from datetime import UTC, datetime
 from typing import Any
@@ -22,8 +23,10 @@ from tinsmith.wire import sessions as wire
 
 MAX_METADATA_BYTES = 64 * 1024
 SEARCH_PAGE = 500
+CURSOR_DIGIT_S = 1e-6
+"""The last digit of the time in a cursor."""
 SEARCH_LIMIT = 20_000
-"""Sessions looked at by one search."""
+"""Sessions looked at by one search; its cursor says where the next one goes on."""
 
 
 async def create_session(services: Services, call: Call) -> Answer:
@@ -134,26 +137,33 @@ async def export_session_trace(services: Services, call: Call) -> Answer:
 
 async def search_sessions(services: Services, call: Call) -> Answer:
     request: wire.SessionSearchRequest = call.message
-    found: list[SessionRow] = []
-    offset = 0
-    while len(found) <= request.limit and offset < SEARCH_LIMIT:
-        rows = await services.store.read(
-            SessionRow, "sessions_of_org", org_id=call.caller.org_id, limit=SEARCH_PAGE, offset=offset
-        )
-        found += [row for row in rows if _matches(row, request, call.caller)]
-        offset += SEARCH_PAGE
-        if len(rows) < SEARCH_PAGE:
-            break
+    found, stopped_at = await _found(services, call.caller, request)
     page = found[: request.limit]
+    last = page[-1] if len(found) > request.limit else stopped_at
     cursor: Any = {}
-    if len(found) > request.limit:
-        last = page[-1]
+    if last is not None:
         cursor = {
             "next_cursor": wire.SessionSearchCursor(
                 last_created_at=datetime.fromtimestamp(last.created_at, UTC), last_session_id=last.session_id
             )
         }
     return reply(wire.SessionSearchResponse(sessions=[await _summary(services, row) for row in page], **cursor))
+
+
+async def _found(
+    services: Services, caller: Caller, request: wire.SessionSearchRequest
+) -> tuple[list[SessionRow], SessionRow | None]:
+    """What matches, one more than is wanted if there is one; and the last session looked at where others are left."""
+    found: list[SessionRow] = []
+    before = math.inf if request.cursor is None else request.cursor.last_created_at.timestamp() + CURSOR_DIGIT_S
+    for offset in range(0, SEARCH_LIMIT, SEARCH_PAGE):
+        rows = await services.store.read(
+            SessionRow, "sessions_before", org_id=caller.org_id, before=before, limit=SEARCH_PAGE, offset=offset
+        )
+        found += [row for row in rows if _matches(row, request, caller)]
+        if len(rows) < SEARCH_PAGE or len(found) > request.limit:
+            return found, None
+    return found, rows[-1]
 
 
 def _matches(row: SessionRow, request: wire.SessionSearchRequest, caller: Caller) -> bool:

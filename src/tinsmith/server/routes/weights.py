@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from tinsmith.engine.base import LoadState, LoraSpec, SaveState
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import InvalidInputError, StoreError
 from tinsmith.server.calls import Answer, Call, Handlers, reply
 from tinsmith.server.encryption import check_recipients
 from tinsmith.server.files import check_name, link_tree, remove_tree
@@ -22,6 +22,7 @@ from tinsmith.server.routes.training import ADAMW, card_of, create
 from tinsmith.server.runs import Run
 from tinsmith.server.services import Services
 from tinsmith.server.submitting import Prepared, check_open, submit_training
+from tinsmith.server.work import digest_of
 from tinsmith.store.base import statement
 from tinsmith.store.rows import AuditRow, CheckpointRow, ModelRow, SamplerRow, SessionRow
 from tinsmith.wire import json_codec
@@ -29,6 +30,7 @@ from tinsmith.wire import weights as wire
 
 MAX_TTL_S = 10 * 366 * 86_400
 ACCESS_TOKEN_HEADER = "x-tinker-weights-access-token"
+IDEMPOTENCY_HEADER = "x-idempotency-key"
 
 
 async def save_weights(services: Services, call: Call) -> Answer:
@@ -217,7 +219,9 @@ async def _create_via_load(services: Services, call: Call, request: wire.LoadWei
             field="base_model",
         )
     card_of(services, source.base_model)
-    place = services.files.loads(f"{session.session_id}:train:{request.model_seq_id}") / "origin"
+    # Named after what is loaded: a number may come again with another path when its first request was not accepted.
+    name = digest_of(source.directory.encode())[:16]
+    place = services.files.loads(f"{session.session_id}:train:{request.model_seq_id}") / name
     await asyncio.to_thread(link_tree, Path(source.directory), place)
     return await create(
         services,
@@ -325,24 +329,36 @@ async def copy_weights(services: Services, call: Call) -> Answer:
         "expires_at": now + request.ttl_seconds if request.ttl_seconds is not None else None,
     }
     copied = CheckpointRow(**{**source.parameters(), **changed})  # type: ignore[arg-type]
-    await services.store.write(
-        *statements,
-        statement("insert_model_if_absent", model),
-        statement("put_checkpoint", copied),
-        audit(services, call, "checkpoint_copied", copied, {"source": source.path}),
-    )
+    try:
+        await services.store.write(
+            *statements,
+            statement("insert_model_if_absent", model),
+            statement("put_checkpoint", copied),
+            audit(services, call, "checkpoint_copied", copied, {"source": source.path}),
+        )
+    except StoreError:
+        await asyncio.to_thread(remove_tree, directory)
+        raise
     return reply(wire.CopyWeightsResponse(tinker_path=path))
 
 
 async def _copy_target(
     services: Services, call: Call, request: wire.CopyWeightsRequest, now: float
 ) -> tuple[SessionRow, list[Any]]:
-    """The session under which a copy lies; copies into a project get one of their own, which is over at once."""
+    """The session under which a copy lies; copies into a project get one of their own, which is over at once. A request
+    that is sent again finds the session of the first time by its idempotency key."""
     if request.session_id is not None:
         return await services.access.live_session(call.caller, request.session_id), []
+    key = call.headers.get(IDEMPOTENCY_HEADER)
+    session_id = str(
+        uuid.uuid4() if key is None else uuid.UUID(digest_of(call.caller.user_id.encode(), key.encode())[:32])
+    )
+    known = await services.store.read(SessionRow, "session", session_id=session_id)
+    if known:
+        return known[0], []
     project_id = request.destination_project_id or call.caller.project_id
     session = SessionRow(
-        session_id=str(uuid.uuid4()),
+        session_id=session_id,
         org_id=call.caller.org_id,
         user_id=call.caller.user_id,
         project_id=project_id,

@@ -1,0 +1,45 @@
+"""Clients that need no session: of a service client, or with a connection of their own."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from tinsmith.client.connection import Connection
+from tinsmith.client.embedded import client_config
+from tinsmith.client.futures import Future
+from tinsmith.client.operations import Operations
+from tinsmith.client.session import Session
+from tinsmith.version import PROTOCOL_VERSION
+from tinsmith.wire.routes import Route
+
+
+class SessionlessClient:
+    """Every method returns a future; its `_async` twin is awaited for the value."""
+
+    def __init__(
+        self, _holder: Operations | None = None, *, base_url: str | None = None, api_key: str | None = None
+    ) -> None:
+        if _holder is None:
+            connection = Connection(client_config(base_url=base_url, api_key=api_key))
+            _holder = Operations(connection, Session(connection))
+        self.holder = _holder
+
+    def get_telemetry(self) -> Any:
+        return self.holder.telemetry
+
+    def close(self) -> None:
+        """End the client's connections and its thread."""
+        self.holder.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def _answer(self, route: Route, method: str, request: Any = None, **call: Any) -> Any:
+        headers = {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": method}
+        return await self.holder.connection.call(route, request, headers=headers, **call)
+
+    def _call(self, route: Route, method: str, request: Any = None, **call: Any) -> Future[Any]:
+        return self.holder.submit(method, self._answer(route, method, request, **call))
