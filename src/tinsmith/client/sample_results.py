@@ -52,6 +52,8 @@ class SamplingSessionPoller:
         self._target = SamplingSessionFuturesTarget(sampling_session_id=sampling_session_id, cloned_sampler_id=clone)
         self._waiting: dict[str, asyncio.Future[Told]] = {}
         self._early: dict[str, Told] = {}
+        self._given_up: set[str] = set()
+        """Those that nobody will ask for when they are done."""
         self._fetched: list[str] = []
         self._task: asyncio.Task[Any] | None = None
         self._cursor = 0
@@ -66,7 +68,8 @@ class SamplingSessionPoller:
         try:
             return await future
         except asyncio.CancelledError:
-            self._waiting.pop(request_id, None)
+            if self._waiting.pop(request_id, None) is not None:
+                self._given_up.add(request_id)
             raise
 
     def fetched(self, request_id: str) -> None:
@@ -140,7 +143,9 @@ class SamplingSessionPoller:
 
     def _finish(self, request_id: str, told: Told) -> None:
         future = self._waiting.pop(request_id, None)
-        if future is None:
+        if request_id in self._given_up:
+            self._given_up.discard(request_id)
+        elif future is None:
             self._early[request_id] = told if len(self._early) < MAX_EARLY else Told(told.is_done)
         elif not future.done():
             future.set_result(told)

@@ -23,6 +23,9 @@ ENTRY_BYTES = 1024
 KEPT_EVENTS = 100_000
 """Completions remembered per feed; older ones are in the store."""
 
+MAX_FEEDS = 10_000
+"""Sampling clients whose completions are remembered: anybody can name new ones."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -114,7 +117,7 @@ class Broker:
         self._recent: OrderedDict[str, tuple[Promise, Outcome]] = OrderedDict()
         self._recent_bytes = 0
         self._kept_bytes = kept_bytes
-        self._feeds: dict[tuple[str, int], Feed] = {}
+        self._feeds: OrderedDict[tuple[str, int], Feed] = OrderedDict()
 
     def open(self, promise: Promise) -> None:
         """From now on the promise can be waited for."""
@@ -158,10 +161,13 @@ class Broker:
             self.feed(promise.feed).add(request_id, len(outcome.body), is_error=outcome.is_error)
 
     def feed(self, name: tuple[str, int]) -> Feed:
-        """The completions of a sampling client."""
+        """The completions of a sampling client; beyond a number of them the longest unused is left to the store."""
         feed = self._feeds.get(name)
         if feed is None:
             feed = self._feeds[name] = Feed(self._clock)
+            if len(self._feeds) > MAX_FEEDS:
+                self._feeds.popitem(last=False)
+        self._feeds.move_to_end(name)
         return feed
 
     def forget(self, lanes: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ from tinsmith.server.jobs import same_request
 from tinsmith.server.refusals import NotReadyError, OverLimitError, UnknownResourceError
 from tinsmith.server.runs import Run
 from tinsmith.server.services import Services
-from tinsmith.server.work import Draft, digest_of
+from tinsmith.server.work import Draft, Work, digest_of
 from tinsmith.store.base import Statement
 from tinsmith.wire import protobuf
 from tinsmith.wire.futures import UntypedAPIFuture
@@ -156,6 +156,13 @@ async def submit_training(services: Services, call: Call, kind: str, prepare: Pr
         raise _explained(call, error) from None
     if number is None:
         draft = replace(draft, seq=run.lane.allot())
+    is_new = False
+
+    def enqueue(work: Work) -> None:
+        nonlocal is_new
+        is_new = True
+        run.put(work)
+
     try:
         services.admission.check_tokens(call.caller, prepared.tokens)
         whole = replace(
@@ -164,7 +171,7 @@ async def submit_training(services: Services, call: Call, kind: str, prepare: Pr
             context={**prepared.context, "project_id": row.project_id},
             statements=prepared.statements,
         )
-        request_id = await services.jobs.accept(whole, run.put)
+        request_id = await services.jobs.accept(whole, enqueue)
     except BaseException as error:
         if prepared.undo is not None:
             prepared.undo()
@@ -174,6 +181,10 @@ async def submit_training(services: Services, call: Call, kind: str, prepare: Pr
             services.jobs.refuse_later(draft, str(error))
             run.close_number(draft.seq)
         raise
+    if not is_new:  # it came twice at once: what was prepared for the second is not needed
+        if prepared.undo is not None:
+            prepared.undo()
+        services.admission.give_back(call.caller, prepared.tokens)
     return promise(request_id, model_id)
 
 

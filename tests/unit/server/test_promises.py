@@ -170,3 +170,17 @@ def test_a_full_feed_says_from_where_the_store_must_be_asked(monkeypatch: Any) -
     kept = feed.after(0)
     assert [event.request_id for event in kept] == ["r2", "r3", "r4"]
     assert feed.began == kept[0].cursor - 1  # what is not in memory is not behind this cursor
+
+
+def test_feeds_are_bounded_and_the_longest_unused_goes(monkeypatch: Any) -> None:
+    monkeypatch.setattr(promises, "MAX_FEEDS", 2)
+
+    async def scenario() -> None:
+        broker = Broker()
+        first, second = broker.feed(("lane", 0)), broker.feed(("lane", 1))
+        assert broker.feed(("lane", 0)) is first
+        broker.feed(("lane", 2))
+        assert broker.feed(("lane", 0)) is first
+        assert broker.feed(("lane", 1)) is not second
+
+    run(scenario())

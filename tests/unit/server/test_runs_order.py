@@ -228,6 +228,25 @@ def test_a_save_that_is_sent_twice_at_once_is_made_once(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_what_was_prepared_for_a_repetition_is_taken_back(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann, _, model = await begun(server)
+            message = {"model_id": model, "seq_id": 1, "path": "one", "overwrite": True}
+            saves = await asyncio.gather(*(ann.post("save_weights", message) for _ in range(4)))
+            assert len({answer.json["request_id"] for answer in saves}) == 1
+            path = (await ann.result(saves[0])).json["path"]
+            await server.services.jobs.drain()
+            assert server.services.saving == {}
+            load = {"model_id": model, "seq_id": 2, "path": path}
+            loads = await asyncio.gather(*(ann.post("load_weights", load) for _ in range(4)))
+            assert len({answer.json["request_id"] for answer in loads}) == 1
+            await ann.result(loads[0])
+            assert len(list(server.services.files.loads(model).iterdir())) == 1
+
+    run(scenario())
+
+
 def test_overwriting_leaves_one_directory_also_when_several_saves_wait(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as server:
