@@ -5,14 +5,23 @@ Does not know: what a command does with the client.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+if TYPE_CHECKING:
+    from tinsmith.client.operations import Operations
+    from tinsmith.client.rest import RestClient
+    from tinsmith.errors import TinkerError
+
 F = TypeVar("F", bound=Callable[..., Any])
 
+PATIENCE_S = 3.0
+"""What a command that only looks gives a server that never answered."""
+RETRY_S = 30.0
 _URL = "tinsmith.base_url"
 
 
@@ -26,7 +35,7 @@ def connected(command: F) -> F:
         try:
             return command(*args, **kwargs)
         except TinkerError as error:
-            raise click.ClickException(str(error)) from None
+            raise click.ClickException(explained(error)) from None
 
     option = click.option(
         "--base-url",
@@ -43,8 +52,68 @@ def _keep(context: click.Context, _parameter: click.Parameter, value: str | None
         context.meta[_URL] = value
 
 
+def explained(error: TinkerError) -> str:
+    """What went wrong, and the next step where there is one."""
+    from tinsmith.errors import APIConnectionError, APIStatusError, AuthenticationError
+
+    text = str(error)
+    if isinstance(error, APIStatusError):
+        detail = error.body.get("detail") if isinstance(error.body, dict) else None
+        if isinstance(detail, str) and detail:
+            text = f"{detail} (HTTP {error.status_code})"
+        if isinstance(error, AuthenticationError):
+            text += "\nSet TINKER_API_KEY to a key of this server, or run: tinsmith auth login"
+    elif isinstance(error, APIConnectionError):
+        text += "\nIs the server up, and is its address right (--base-url, TINKER_BASE_URL)? See: tinsmith status"
+    return text
+
+
+def base_url() -> str | None:
+    """The server that the command line names, if it does."""
+    url: str | None = click.get_current_context().meta.get(_URL)
+    return url
+
+
 def service_client(**arguments: Any) -> Any:
     """A `ServiceClient` to the server that the command line names. Use it in a `with` block."""
     import tinsmith
 
-    return tinsmith.ServiceClient(base_url=click.get_current_context().meta.get(_URL), **arguments)
+    return tinsmith.ServiceClient(base_url=base_url(), **arguments)
+
+
+@contextlib.contextmanager
+def operations(**settings: Any) -> Iterator[Operations]:
+    """Calls without a session, for commands that look or manage: a server that is not there is given up soon."""
+    from tinsmith.client.connection import Connection
+    from tinsmith.client.embedded import client_config
+    from tinsmith.client.operations import Operations
+    from tinsmith.client.session import Session
+
+    usual = {
+        "base_url": base_url(),
+        "telemetry": False,
+        "first_contact_s": PATIENCE_S,
+        "retry_deadline_s": RETRY_S,
+    }
+    connection = Connection(client_config(**{**usual, **settings}))
+    holder = Operations(connection, Session(connection))
+    try:
+        yield holder
+    finally:
+        holder.close()
+
+
+@contextlib.contextmanager
+def rest_client() -> Iterator[RestClient]:
+    """A `RestClient` to the server that the command line names."""
+    from tinsmith.client.rest import RestClient
+
+    with operations() as holder:
+        yield RestClient(holder)
+
+
+def confirmed(question: str, is_sure: bool) -> None:
+    """Ask before something that cannot be undone; no ends the command."""
+    if not is_sure and not click.confirm(question, err=True):
+        click.echo("Nothing was changed.", err=True)
+        click.get_current_context().exit(0)

@@ -91,6 +91,23 @@ def cell(value: Any) -> str:
     return str(value)
 
 
+def ago(moment: datetime | None, now: datetime | None = None) -> str:
+    """How long something is past, or ahead."""
+    if moment is None:
+        return "-"
+    seconds = ((now or datetime.now(UTC)) - moment.astimezone(UTC)).total_seconds()
+    return f"{duration(seconds)} ago" if seconds >= 0 else f"in {duration(-seconds)}"
+
+
+def duration(seconds: float) -> str:
+    """A span in its largest whole unit."""
+    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{count} {unit}{'' if count == 1 else 's'}"
+    return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
+
+
 def size(count: int | None) -> str:
     """Bytes as people read them."""
     if count is None:

@@ -79,6 +79,12 @@ def embedded_address(config: EmbeddedConfig) -> Address:
         return address
 
 
+def running_address(config: EmbeddedConfig) -> Address | None:
+    """The engine for these settings if it runs; none is started."""
+    found = _read(config.data_dir / "embedded.json")
+    return found if found is not None and _is_alive(found) else None
+
+
 @contextlib.contextmanager
 def local(
     models: Mapping[str, str] | None = None, *, data_dir: str | Path | None = None, **service: Any

@@ -1,4 +1,5 @@
-"""Endpoints of our own, outside the protocol: health, metrics, schema, tokenizers, token streams, quota, downloads.
+"""Endpoints of our own, outside the protocol: health, metrics, schema, tokenizers, token streams, quota, curves,
+downloads.
 
 Clients learn of those that concern them from the `tinsmith` object in the answer to client/config.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tinsmith.errors import InvalidInputError, TinkerError
 from tinsmith.server.calls import JSON
 from tinsmith.server.http import read_body, refusal, unpacked
 from tinsmith.server.identity import Caller
+from tinsmith.server.measured import MAX_POINTS, measured
 from tinsmith.server.openapi import openapi
 from tinsmith.server.promises import Outcome
 from tinsmith.server.refusals import UnknownResourceError
@@ -50,6 +53,7 @@ def extension_routes(services: Services) -> list[Route]:
         Route(f"{PREFIX}/tokenizer", extensions.tokenizer),
         Route(f"{PREFIX}/quota", extensions.quota),
         Route(f"{PREFIX}/status", extensions.status),
+        Route(f"{PREFIX}/training_runs/{{training_run_id}}/metrics", extensions.run_metrics),
         Route(f"{PREFIX}/sample_stream", extensions.sample_stream, methods=["POST"]),
         Route(DOWNLOAD_PREFIX + "{name:path}", extensions.download),
     ]
@@ -140,6 +144,22 @@ class Extensions:
             }
         )
 
+    async def run_metrics(self, request: Request) -> Response:
+        """`?after=N&limit=N`: what a run's passes and steps measured, by their numbers, and how the run stands."""
+        try:
+            caller = await self._caller(request)
+            caller.need("read")
+            answer = await measured(
+                self._services,
+                caller,
+                request.path_params["training_run_id"],
+                after=_number(request, "after", -1),
+                limit=_number(request, "limit", MAX_POINTS),
+            )
+        except TinkerError as error:
+            return _refused(error)
+        return _json(answer)
+
     async def sample_stream(self, request: Request) -> Response:
         """A sample as server-sent events: `token` for each piece, `wait` while nothing comes, then `done`."""
         services = self._services
@@ -218,6 +238,15 @@ class Extensions:
         caller = await self._services.authenticator.caller(credential)
         self._services.admission.check_rate(caller)
         return caller
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"-?[0-9]{1,15}", text):
+        raise InvalidInputError(f"{name}: {text[:40]!r} is not a whole number", field=name)
+    return int(text)
 
 
 def _tokenizer_files(directory: Path) -> dict[str, Any]:
