@@ -35,7 +35,7 @@ for _command in (delete, download, export, push_hf):
 @formatted
 @connected
 def list_checkpoints(run_id: str | None, limit: int) -> None:
-    """List checkpoints, newest first."""
+    """List checkpoints: of a run, or all of yours, newest first."""
     with rest_client() as rest:
         if run_id is not None:
             every = rest.list_checkpoints(run_id).result().checkpoints

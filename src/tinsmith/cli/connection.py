@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-PATIENCE_S = 3.0
-"""What a command that only looks gives a server that never answered."""
+ONE_ATTEMPT_S = 0.01
+"""Shorter than any pause between two attempts: whoever looks at a server wants to know at once that it is not there."""
 RETRY_S = 30.0
 _URL = "tinsmith.base_url"
 
@@ -83,7 +83,7 @@ def service_client(**arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def operations(**settings: Any) -> Iterator[Operations]:
-    """Calls without a session, for commands that look or manage: a server that is not there is given up soon."""
+    """Calls without a session, for commands that look or manage: a server that is not there is given up at once."""
     from tinsmith.client.connection import Connection
     from tinsmith.client.embedded import client_config
     from tinsmith.client.operations import Operations
@@ -92,7 +92,7 @@ def operations(**settings: Any) -> Iterator[Operations]:
     usual = {
         "base_url": base_url(),
         "telemetry": False,
-        "first_contact_s": PATIENCE_S,
+        "first_contact_s": ONE_ATTEMPT_S,
         "retry_deadline_s": RETRY_S,
     }
     connection = Connection(client_config(**{**usual, **settings}))

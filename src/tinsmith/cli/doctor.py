@@ -62,7 +62,7 @@ def doctor(quick: bool) -> None:
     with terminal.status("looking") if terminal.is_terminal and not wants_json() else _Silent() as shown:
         for name, check in _checks(quick):
             shown.update(f"{name} ...")
-            found += check()
+            found += _tried(name, check)
     is_well = all(each.result != BROKEN for each in found)
     if wants_json():
         print_json({"ok": is_well, "checks": [asdict(each) for each in found]})
@@ -72,6 +72,16 @@ def doctor(quick: bool) -> None:
         )
     if not is_well:
         click.get_current_context().exit(1)
+
+
+def _tried(name: str, check: Callable[[], list[Check]]) -> list[Check]:
+    """A check that cannot be made is one that failed: a package may be there and yet not load."""
+    from tinsmith.errors import TinkerError
+
+    try:
+        return check()
+    except (TinkerError, ImportError, OSError) as error:
+        return [Check(name, BROKEN, f"{type(error).__name__}: {error}", "pip install --upgrade 'tinsmith[server]'")]
 
 
 class _Silent:
@@ -178,18 +188,11 @@ def _round_trip(name: str, directory: Path) -> Check:
 
 def engine_trial() -> list[Check]:
     """A server of its own with a tiny model: learn one sequence, sample it."""
-    from tinsmith.errors import TinkerError
+    from tinsmith.engine.models.tiny import make_tiny
 
     with tempfile.TemporaryDirectory() as scratch:
-        try:
-            from tinsmith.engine.models.tiny import make_tiny
-
-            directory = make_tiny(Path(scratch) / "tiny", seed=1)
-            return [_round_trip("tokenizer", directory), *_trial(directory, Path(scratch) / "data")]
-        except (TinkerError, ImportError, OSError) as error:
-            return [
-                Check("engine", BROKEN, f"{type(error).__name__}: {error}", "pip install --upgrade 'tinsmith[server]'")
-            ]
+        directory = make_tiny(Path(scratch) / "tiny", seed=1)
+        return [_round_trip("tokenizer", directory), *_trial(directory, Path(scratch) / "data")]
 
 
 def _trial(model: Path, data_dir: Path) -> list[Check]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
-from tinsmith.errors import InvalidInputError, MissingPackageError
+from tinsmith.errors import InvalidInputError, TinkerError
 
 BARS = "▁▂▃▄▅▆▇█"
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
@@ -115,7 +115,9 @@ def _write_png(path: Path, title: str, curves: Mapping[str, Sequence[float]]) ->
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingPackageError("matplotlib", "a PNG (.svg and .html need nothing)") from None
+        raise TinkerError(
+            f"{path}: a PNG needs matplotlib (pip install matplotlib); .svg and .html need nothing"
+        ) from None
     figure = Figure(figsize=(9, 3 * len(curves)), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)

@@ -42,15 +42,14 @@ class Steps:
 
     def add(self, points: Iterable[dict[str, Any]]) -> list[Step]:
         """Take in points in the order of their numbers; the steps that they complete."""
-        new = []
+        known = len(self.done)
         for point in points:
             if point["kind"] == "forward_backward":
                 self._passes.append(point)
             elif point["kind"] == "optim_step":
-                new.append(self._closed(point))
+                self.done.append(self._closed(point))
                 self._passes = []
-        self.done += new
-        return new
+        return self.done[known:]
 
     def _closed(self, point: dict[str, Any]) -> Step:
         metrics = {**joined(self._passes), **point["metrics"]}
@@ -181,7 +180,7 @@ def _news(extensions: Any, run_id: str, every: float) -> Iterator[tuple[Steps, l
     """All steps so far, those that are new, and the state of the run; ends with the run."""
     steps, after = Steps(), -1
     while True:
-        new = []
+        new: list[Step] = []
         page: dict[str, Any] = {}
         for page in pages(extensions, run_id, after):
             new += steps.add(page["points"])

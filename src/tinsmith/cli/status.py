@@ -13,11 +13,12 @@ import click
 
 from tinsmith.cli.connection import base_url, connected, explained, operations
 from tinsmith.cli.output import duration, formatted, print_json, print_properties, print_table, wants_json
-from tinsmith.cli.prometheus import Timing, timings
+from tinsmith.cli.prometheus import ANSWERING, Timing, timings
 
 if TYPE_CHECKING:
     from tinsmith.client.operations import Operations
 
+PERCENTILES = "How long work took since the server started: half of it within / 95 % within"
 START = "Start one: tinsmith serve. Or name another with --base-url or TINKER_BASE_URL."
 
 
@@ -136,8 +137,7 @@ def _show(answer: dict[str, Any]) -> None:
             [(item["model_id"], item["base_model"], item["fault"]) for item in known["runs"]],
         )
     if stages:
-        rows = [(each.stage, each.name, each.count, *map(_seconds, (each.p50_s, each.p95_s))) for each in stages]
-        print_table(("Stage", "Of", "Count", "Half Within", "95 % Within"), rows)
+        print_table(("Work", "Count", "Accepted In", "Waited", "Ran"), _stage_rows(stages), title=PERCENTILES)
     if answer["note"]:
         click.echo(answer["note"], err=True)
 
@@ -150,5 +150,23 @@ def _left(item: dict[str, Any]) -> str:
     return f"in {duration(max(0.0, item['expires_after_s'] - item['heartbeat_age_s']))}"
 
 
-def _seconds(value: float | None) -> str:
-    return "longer" if value is None else duration(value)
+def _stage_rows(stages: list[Timing]) -> list[tuple[Any, ...]]:
+    """One row for each kind of work, with its three stages."""
+    by_name = {(each.stage, each.name): each for each in stages}
+    kinds = [each for each in stages if each.stage == "running"]
+    return [
+        (
+            each.name,
+            each.count,
+            _span(by_name.get((ANSWERING, {"sample": "asample"}.get(each.name, each.name)))),
+            _span(by_name.get(("waiting", each.name))),
+            _span(each),
+        )
+        for each in kinds
+    ]
+
+
+def _span(timing: Timing | None) -> str:
+    if timing is None:
+        return "-"
+    return " / ".join("longer" if value is None else duration(value) for value in (timing.p50_s, timing.p95_s))
