@@ -51,20 +51,29 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
     """A table as wide as its cells when piped, as wide as the terminal otherwise."""
     from rich.table import Table
 
-    table = Table(*columns, title=title, title_justify="left")
+    table = Table(*columns)
     for row in rows:
         table.add_row(*(cell(value) for value in row))
-    console().print(table)
+    _print(table, title)
 
 
 def print_properties(values: Mapping[str, Any], *, title: str | None = None) -> None:
     """Names on the left, values on the right."""
     from rich.table import Table
 
-    table = Table("Property", "Value", title=title, title_justify="left")
+    table = Table("Property", "Value")
     for name, value in values.items():
         table.add_row(name, cell(value))
-    console().print(table)
+    _print(table, title)
+
+
+def _print(table: Any, title: str | None) -> None:
+    """The title stands above the table, so that it is not broken to the table's width."""
+    terminal = console()
+    if title is not None:
+        terminal.print(title)
+    if table.row_count or title is None:
+        terminal.print(table)
 
 
 def console(*, stderr: bool = False) -> Any:
