@@ -22,6 +22,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 ONE_ATTEMPT_S = 0.01
 """Shorter than any pause between two attempts: whoever looks at a server wants to know at once that it is not there."""
 RETRY_S = 30.0
+NO_ROUTE = ("Not Found", "Method Not Allowed")
+"""What common web frameworks say of a path that they do not serve; servers name what they miss themselves."""
 _URL = "tinsmith.base_url"
 
 
@@ -59,7 +61,11 @@ def explained(error: TinkerError) -> str:
     text = str(error)
     if isinstance(error, APIStatusError):
         detail = error.body.get("detail") if isinstance(error.body, dict) else None
-        if isinstance(detail, str) and detail:
+        if error.status_code in (404, 405) and detail in (None, *NO_ROUTE) and error.request is not None:
+            text = f"{error.request.method} {error.request.url}: HTTP {error.status_code}\n" + (
+                "This server does not have the call (older or smaller ones lack some), or does not know what was named."
+            )
+        elif isinstance(detail, str) and detail:
             text = f"{detail} (HTTP {error.status_code})"
         if isinstance(error, AuthenticationError):
             text += "\nSet TINKER_API_KEY to a key of this server, or run: tinsmith auth login"
