@@ -204,7 +204,8 @@ def _trial(model: Path, data_dir: Path) -> list[Check]:
         ModelInput.from_ints(tokens[:-1]),
         {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)},
     )
-    with tinsmith.local({"tiny": str(model)}, data_dir=data_dir) as service:
+    settings = {"dtype": "float32", "threads": 1}  # to find the fastest would take longer than the trial
+    with tinsmith.local({"tiny": str(model)}, data_dir=data_dir, settings=settings) as service:
         training = service.create_lora_training_client("tiny", rank=8, seed=0)
         losses = []
         for _ in range(4):
