@@ -18,9 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import click
 import pytest
 
 from tinsmith import errors
+from tinsmith.cli.main import main as cli
 from tinsmith.config import MB, ServerConfig
 from tinsmith.server import extensions
 from tinsmith.version import PROTOCOL_VERSION
@@ -220,12 +222,31 @@ def extensions_table() -> str:
     )
 
 
+def commands_help() -> str:
+    """What `--help` prints for each command, groups before their commands."""
+    return "\n".join(
+        f"{'#' * min(4, 2 + depth)} {path}\n\n```text\n{text}\n```\n" for depth, path, text in _helps(cli, None)
+    )
+
+
+def _helps(command: click.Command, parent: click.Context | None, depth: int = 0) -> Iterator[tuple[int, str, str]]:
+    name = "tinsmith" if parent is None else command.name
+    context = click.Context(command, parent, name, terminal_width=100, **command.context_settings)
+    yield depth, context.command_path, command.get_help(context)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            yield from _helps(inner, context, depth + 1)
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "routes": routes_table,
     "errors": errors_table,
     "limits": limits_table,
     "settings": settings_table,
     "extensions": extensions_table,
+    "commands": commands_help,
 }
 
 

@@ -39,7 +39,7 @@ def export(path: str, form: str, out: Path, base: str | None, dtype: str, force:
     gguf    the same in one file, for llama.cpp
 
     What was written is read again and compared: tensors with tensors, and the logits of the merged model with those of
-    base model and adapter. merged and gguf need the engine: pip install 'tinsmith[server]'.
+    base model and adapter. Needs the engine: pip install 'tinsmith[server]'.
     """
     if out.exists() and not force:
         raise click.ClickException(f"{out} exists already; use --force to replace it, or another --out")

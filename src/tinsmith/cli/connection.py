@@ -44,7 +44,7 @@ def connected(command: F) -> F:
         metavar="URL",
         expose_value=False,
         callback=_keep,
-        help="The server; 'local' is the engine of this machine.  [default: TINKER_BASE_URL, else local]",
+        help="The server; 'local' is the engine of this machine.  [default: TINKER_BASE_URL; without it and without a key, local]",
     )
     return option(run)  # type: ignore[return-value]
 
