@@ -28,7 +28,7 @@ _URL = "tinsmith.base_url"
 
 
 def connected(command: F) -> F:
-    """Give a command `--base-url` and turn errors of the SDK into one line with exit code 1."""
+    """Give a command `--base-url`, and turn errors of the SDK into a few lines with exit code 1."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -39,14 +39,18 @@ def connected(command: F) -> F:
         except TinkerError as error:
             raise click.ClickException(explained(error)) from None
 
-    option = click.option(
+    return server_option(run)  # type: ignore[return-value]
+
+
+def server_option(command: F) -> F:
+    """Give a command `--base-url`; it is kept in the context, where clients find it."""
+    return click.option(
         "--base-url",
         metavar="URL",
         expose_value=False,
         callback=_keep,
-        help="The server; 'local' is the engine of this machine.  [default: TINKER_BASE_URL; without it and without a key, local]",
-    )
-    return option(run)  # type: ignore[return-value]
+        help="The server; 'local' is the engine here.  [default: TINKER_BASE_URL; without it and without a key, local]",
+    )(command)
 
 
 def _keep(context: click.Context, _parameter: click.Parameter, value: str | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from tinsmith.cli.connection import connected
+from tinsmith.cli.connection import server_option
 from tinsmith.cli.output import formatted
 from tinsmith.version import PROTOCOL_VERSION, __version__
 
@@ -62,7 +62,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tinsmith")
 @formatted
-@connected
+@server_option
 def main() -> None:
     """Train and sample language models through the Tinker protocol."""
 
