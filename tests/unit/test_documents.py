@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import inspect
 import io
@@ -231,6 +232,8 @@ def commands_help() -> str:
 
 def _helps(command: click.Command, parent: click.Context | None, depth: int = 0) -> Iterator[tuple[int, str, str]]:
     name = "tinsmith" if parent is None else command.name
+    command = copy.copy(command)
+    vars(command)["_help_option"] = None  # made once; a test that calls a command by itself makes it without -h
     context = click.Context(command, parent, name, terminal_width=100, **command.context_settings)
     yield depth, context.command_path, command.get_help(context)
     if isinstance(command, click.Group):
