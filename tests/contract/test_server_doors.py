@@ -189,6 +189,7 @@ OF_ONESELF: dict[str, Ask] = {
     "get_billing_usage": ask("get_billing_usage", query=HOURS),
     "get_current_checkpoint_storage_usage": ask("get_current_checkpoint_storage_usage"),
     "get_audit_log": ask("get_audit_log"),
+    "import_weights": ("POST", "/tinsmith/v1/import_weights", {}),
     "quota": ("GET", "/tinsmith/v1/quota", None),
     "status": ("GET", "/tinsmith/v1/status", None),
     "tokenizer": ("GET", f"/tinsmith/v1/tokenizer?model={BASE}", None),
@@ -200,7 +201,7 @@ OPEN = {"/api/v1/healthz", "/healthz", "/readyz", "/openapi.json", "/tinsmith/v1
 """Endpoints for everybody; /metrics only while the server listens on loopback."""
 
 
-OWN = {"sample_stream", "run_metrics", "quota", "status", "tokenizer"}
+OWN = {"sample_stream", "run_metrics", "import_weights", "quota", "status", "tokenizer"}
 """Names of those above that are not in the route table."""
 
 
@@ -236,6 +237,7 @@ def test_the_walk_knows_every_route(tmp_path: Path) -> None:
             }
             assert own == (OPEN - {"/api/v1/healthz"}) | {
                 "/tinsmith/v1/sample_stream",
+                "/tinsmith/v1/import_weights",
                 "/tinsmith/v1/quota",
                 "/tinsmith/v1/status",
                 "/tinsmith/v1/tokenizer",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.cli_run import Cli
 
 import tinsmith
@@ -112,3 +112,51 @@ def test_the_doctor_trains_and_samples(tmp_path: Path) -> None:
         assert found[name]["result"] == "ok", found[name]
     assert "local engine" in found["server"]["detail"]
     assert "tiny model" in found["training"]["detail"]
+
+
+def test_an_exported_adapter_comes_back(world: World, tmp_path: Path) -> None:
+    world.cli("checkpoint", "export", world.path, "--out", str(tmp_path / "peft"))
+    path = world.cli("checkpoint", "import", str(tmp_path / "peft"), "--name", "back").strip()
+    assert path.endswith("/weights/back")
+    assert logprobs_from(world, path) == world.logprobs
+    wrong = world.cli.fails("checkpoint", "import", str(tmp_path / "peft"), "--model", "other")
+    assert "other" in wrong
+
+
+def test_a_download_comes_back_with_its_optimizer(world: World, tmp_path: Path) -> None:
+    place = world.cli.json("checkpoint", "download", world.path, "-o", str(tmp_path))["destination"]
+    answer = world.cli.json("checkpoint", "import", place)
+    assert (answer["base_model"], answer["lora_rank"]) == ("tiny", 8)
+    assert logprobs_from(world, answer["path"]) == world.logprobs
+    (Path(place) / "adapter_config.json").write_text("{}")
+    assert "its SHA-256 differs" in world.cli.fails("checkpoint", "import", place)
+
+
+def test_an_adapter_that_does_not_fit_is_deleted_again(world: World, tmp_path: Path) -> None:
+    other = make_tiny(tmp_path / "other", hidden_size=16, head_dim=4)
+    adapter = tmp_path / "peft"
+    adapter.mkdir()
+    weights = {
+        f"base_model.model.model.layers.{layer}.self_attn.{module}.lora_{side}.weight": torch.ones(
+            (2, 16) if side == "A" else (size, 2)
+        )
+        for layer in range(2)
+        for module, size in (("q_proj", 16), ("k_proj", 8), ("v_proj", 8), ("o_proj", 16))
+        for side in "AB"
+    }
+    save_file(weights, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "base_model_name_or_path": "tiny"}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    before = world.cli.json("checkpoint", "list", "--limit", "0")
+    problem = world.cli.fails("checkpoint", "import", str(adapter), "--base", str(other))
+    assert "the server cannot load it, and has deleted it again" in problem
+    assert "has shape" in problem
+    assert world.cli.json("checkpoint", "list", "--limit", "0") == before
+
+
+def logprobs_from(world: World, path: str) -> list[float]:
+    with tinsmith.ServiceClient(base_url=world.cli.url, api_key=world.cli.key) as service:
+        training = service.create_training_client_from_state(path)
+        output = training.forward([DATUM], "cross_entropy").result()
+    values: list[float] = output.loss_fn_outputs[0]["logprobs"].tolist()
+    return values

@@ -37,6 +37,7 @@ ALLOWED_LAZILY: dict[str, set[str]] = {
     "tinsmith.compat": {"__init__", "types"},
     "tinsmith.cli.serve": {"server"},
     "tinsmith.cli.checkpoint_export": {"engine"},
+    "tinsmith.cli.checkpoint_import": {"engine"},
     "tinsmith.cli.doctor": {"engine"},
     "tinsmith.cli.key": {"server", "store"},
     "tinsmith.server.app": {"engine"},

@@ -1,6 +1,7 @@
 """`tinsmith checkpoint`: looking at checkpoints, and who may use them for how long.
 
-Deleting is in `checkpoint_delete`, files in `checkpoint_files`, other programs' formats in `checkpoint_export`.
+Deleting is in `checkpoint_delete`, files in `checkpoint_files`, other programs' formats in `checkpoint_export` and
+`checkpoint_import`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import click
 from tinsmith.cli.checkpoint_delete import delete
 from tinsmith.cli.checkpoint_export import export
 from tinsmith.cli.checkpoint_files import download, push_hf
+from tinsmith.cli.checkpoint_import import import_
 from tinsmith.cli.connection import connected, rest_client
 from tinsmith.cli.output import ago, formatted, print_json, print_properties, print_table, size, wants_json
 from tinsmith.cli.paging import fetch, limited, title
@@ -22,10 +24,10 @@ COLUMNS = ("Checkpoint ID", "Type", "Size", "Public", "Created", "Expires", "Pat
 
 @click.group()
 def checkpoint() -> None:
-    """Checkpoints: list, show, publish, expire, delete, download, export."""
+    """Checkpoints: list, show, publish, expire, delete, download, export, import."""
 
 
-for _command in (delete, download, export, push_hf):
+for _command in (delete, download, export, import_, push_hf):
     checkpoint.add_command(_command)
 
 

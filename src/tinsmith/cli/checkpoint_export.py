@@ -1,6 +1,6 @@
 """`tinsmith checkpoint export`: a checkpoint as PEFT, transformers or llama.cpp read it.
 
-Merging is the engine's work, done in this process: this is one of the two commands that load engine modules
+Merging is the engine's work, done in this process: this is one of the three commands that load engine modules
 (docs/decisions/0017-engine-in-the-cli.md).
 """
 

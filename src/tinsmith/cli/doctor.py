@@ -1,6 +1,6 @@
 """`tinsmith doctor`: does everything work here, and if not, what to do.
 
-The trial of the engine makes a tiny random model, serves it, trains it and samples from it: one of the two commands
+The trial of the engine makes a tiny random model, serves it, trains it and samples from it: one of the three commands
 that load engine modules (docs/decisions/0017-engine-in-the-cli.md).
 """
 

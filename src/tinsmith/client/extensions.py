@@ -19,6 +19,7 @@ from tinsmith.wire import faults
 
 PREFIX = "/tinsmith/v1"
 TIMEOUT_S = 10.0
+UPLOAD_TIMEOUT_S = 600.0
 
 
 class Extensions:
@@ -57,6 +58,32 @@ class Extensions:
                 "this server does not offer the metrics of a run (tinsmith serve does); the loop that trains has them"
             )
         raise error
+
+    def import_weights(self, request: dict[str, Any]) -> str:
+        """Upload a checkpoint's files with what they are; its path."""
+
+        async def run() -> HttpResponse:
+            connection = self._holder.connection
+            await connection.ready()
+            if not connection.extensions.get("import_weights"):
+                raise TinkerError("this server does not take checkpoints from elsewhere (tinsmith serve does)")
+            return await connection.transport().send(
+                HttpRequest(
+                    method="POST",
+                    url=f"{connection.config.base_url}{PREFIX}/import_weights",
+                    headers={**await connection.headers(), "content-type": "application/msgpack"},
+                    body=msgspec.msgpack.encode(request),
+                    timeout_s=UPLOAD_TIMEOUT_S,
+                    purpose=Purpose.REST,
+                )
+            )
+
+        response = self._holder.submit("import_weights", run()).result()
+        answer = _object(response)
+        if response.status != 200 or answer is None:
+            info = RequestInfo("POST", response.url)
+            raise faults.status_error(response.status, response.body, response.headers, info)
+        return str(answer["path"])
 
     async def _get(self, path: str, headers: dict[str, str]) -> HttpResponse:
         connection = self._holder.connection

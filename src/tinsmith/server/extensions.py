@@ -1,5 +1,5 @@
 """Endpoints of our own, outside the protocol: health, metrics, schema, tokenizers, token streams, quota, curves,
-downloads.
+imports, downloads.
 
 Clients learn of those that concern them from the `tinsmith` object in the answer to client/config.
 """
@@ -23,6 +23,7 @@ from tinsmith.errors import InvalidInputError, TinkerError
 from tinsmith.server.calls import JSON
 from tinsmith.server.http import read_body, refusal, unpacked
 from tinsmith.server.identity import Caller
+from tinsmith.server.importing import import_checkpoint, read_request
 from tinsmith.server.measured import MAX_POINTS, measured
 from tinsmith.server.openapi import openapi
 from tinsmith.server.promises import Outcome
@@ -54,6 +55,7 @@ def extension_routes(services: Services) -> list[Route]:
         Route(f"{PREFIX}/quota", extensions.quota),
         Route(f"{PREFIX}/status", extensions.status),
         Route(f"{PREFIX}/training_runs/{{training_run_id}}/metrics", extensions.run_metrics),
+        Route(f"{PREFIX}/import_weights", extensions.import_weights, methods=["POST"]),
         Route(f"{PREFIX}/sample_stream", extensions.sample_stream, methods=["POST"]),
         Route(DOWNLOAD_PREFIX + "{name:path}", extensions.download),
     ]
@@ -160,6 +162,17 @@ class Extensions:
             return _refused(error)
         return _json(answer)
 
+    async def import_weights(self, request: Request) -> Response:
+        """A checkpoint's files as MessagePack, at most `max_body_bytes`; they become a checkpoint of the caller's."""
+        try:
+            caller = await self._caller(request)
+            caller.need("train")
+            body = await self._body(request)
+            path = await import_checkpoint(self._services, caller, await asyncio.to_thread(read_request, body))
+        except TinkerError as error:
+            return _refused(error)
+        return _json({"path": path})
+
     async def sample_stream(self, request: Request) -> Response:
         """A sample as server-sent events: `token` for each piece, `wait` while nothing comes, then `done`."""
         services = self._services
@@ -167,11 +180,7 @@ class Extensions:
         try:
             caller = await self._caller(request)
             caller.need("sample")
-            headers = dict(request.headers)
-            raw = await read_body(
-                request.receive, headers, services.config.max_body_bytes, services.config.body_timeout_s
-            )
-            body = unpacked(raw, headers, services.config.max_unpacked_bytes)
+            body = await self._body(request)
             sample = json_codec.decode(body, SampleRequest)
             request_id = await submit_sample(services, caller, body, sample, events.put_nowait)
         except TinkerError as error:
@@ -231,6 +240,12 @@ class Extensions:
         except TinkerError as error:
             return _refused(error)
         return FileResponse(path, filename=path.name.lstrip("."))
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, within the limits."""
+        config, headers = self._services.config, dict(request.headers)
+        raw = await read_body(request.receive, headers, config.max_body_bytes, config.body_timeout_s)
+        return unpacked(raw, headers, config.max_unpacked_bytes)
 
     async def _caller(self, request: Request) -> Caller:
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")

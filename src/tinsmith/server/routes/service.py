@@ -39,7 +39,7 @@ CLIENT_CONFIG = {
     "custom_loss_server_side": True,
     "sample_join_sampling_session": True,
     "use_pyqwest_transport": False,
-    "tinsmith": {"sample_stream": True, "tokenizer": True, "quota": True, "run_metrics": True},
+    "tinsmith": dict.fromkeys(("sample_stream", "tokenizer", "quota", "run_metrics", "import_weights"), True),
 }
 """How clients should speak to this server; `tinsmith` announces our own extensions. The plain transport is asked for
 because the other one leaves its threads behind (numbers: 244 threads at 1,000 samples)."""
