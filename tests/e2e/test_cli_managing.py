@@ -106,6 +106,7 @@ def test_deleting_by_run_and_filters(cli: Cli, training: TrainingClient, rest: R
     assert (declined.exit_code, declined.stdout) == (0, "")
     assert "Delete 3 checkpoint(s) for good?" in declined.stderr
     assert "Nothing was changed." in declined.stderr
+    assert "nobody is there to answer; give --yes" in cli.fails(*of_run, given="")
     assert len(names(rest, run)) == 3
     assert cli(*of_run, "--type", "weights", given="y\n").endswith("deleted 2 checkpoint(s)\n")
     assert names(rest, run) == ["sampler_weights/c"]

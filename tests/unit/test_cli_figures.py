@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tinsmith.cli import output
 from tinsmith.cli.output import ago, cell, duration, size
 from tinsmith.cli.paging import fetch, title
 from tinsmith.cli.plots import BRAILLE, sparkline, terminal_curve, write_curves
@@ -217,3 +218,23 @@ def test_prices_come_from_the_file_and_the_environment(tmp_path: Path) -> None:
 )
 def test_values_as_people_read_them(make: Callable[[], str], shown: str) -> None:
     assert make() == shown
+
+
+def test_a_narrow_terminal_breaks_values_and_cuts_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from rich.console import Console
+
+    path = f"tinker://{'0123456789' * 6}/weights/one"
+    monkeypatch.setattr(output, "console", lambda: Console(width=60, highlight=False))
+    output.print_table(
+        ("ID", "Path"), [("a" * 30, path)], title="a title that is longer than its table, and is not broken"
+    )
+    output.print_properties({"Path": path})
+    printed = capsys.readouterr().out
+    assert printed.startswith("a title that is longer than its table, and is not broken")
+    assert "…" not in printed
+    assert "a" * 30 in printed
+    for part in printed.split("Property"):
+        cells = "".join(line.split("│")[-2].strip() for line in part.splitlines() if line.count("│") == 3)
+        assert cells == path

@@ -124,6 +124,16 @@ def rest_client() -> Iterator[RestClient]:
 
 def confirmed(question: str, is_sure: bool) -> None:
     """Ask before something that cannot be undone; no ends the command."""
-    if not is_sure and not click.confirm(question, err=True):
-        click.echo("Nothing was changed.", err=True)
-        click.get_current_context().exit(0)
+    import sys
+
+    if is_sure:
+        return
+    try:
+        if click.confirm(question, err=True):
+            return
+    except click.Abort:
+        if sys.stdin.isatty():
+            raise
+        raise click.ClickException("nobody is there to answer; give --yes to go on without being asked") from None
+    click.echo("Nothing was changed.", err=True)
+    click.get_current_context().exit(0)

@@ -51,7 +51,9 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
     """A table as wide as its cells when piped, as wide as the terminal otherwise."""
     from rich.table import Table
 
-    table = Table(*columns)
+    table = Table()
+    for number, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=number == 0)  # ids are to be copied: never cut
     for row in rows:
         table.add_row(*(cell(value) for value in row))
     _print(table, title)
@@ -61,7 +63,9 @@ def print_properties(values: Mapping[str, Any], *, title: str | None = None) -> 
     """Names on the left, values on the right."""
     from rich.table import Table
 
-    table = Table("Property", "Value")
+    table = Table()
+    table.add_column("Property", no_wrap=True)
+    table.add_column("Value", overflow="fold")
     for name, value in values.items():
         table.add_row(name, cell(value))
     _print(table, title)
