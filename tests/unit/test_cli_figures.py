@@ -238,3 +238,9 @@ def test_a_narrow_terminal_breaks_values_and_cuts_none(
     for part in printed.split("Property"):
         cells = "".join(line.split("│")[-2].strip() for line in part.splitlines() if line.count("│") == 3)
         assert cells == path
+
+
+def test_a_picture_where_matplotlib_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="PNG needs matplotlib, which is optional")
+    write_curves(tmp_path / "a.png", "run", {"loss": [3.0, 2.0, 1.0], "b": [1.0]})
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
