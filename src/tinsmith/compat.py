@@ -7,13 +7,17 @@ Owns: the alias table and the import hook that serves it. Every alias module hol
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:  # the import system asks for methods, not for these bases; loading them would take as long as all the rest here
+    Loader = MetaPathFinder = object
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     "lib": (),
@@ -141,11 +145,14 @@ HOMES: Mapping[str, tuple[str, str]] = {
 """Names that only alias modules offer, and what they stand for."""
 
 
-class AliasLoader(importlib.abc.Loader):
+class AliasLoader(Loader):
     """Makes an alias module: each name is looked up when it is first used."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """A module as the import system makes it."""
 
     def exec_module(self, module: ModuleType) -> None:
         def find(name: str) -> Any:
@@ -156,7 +163,7 @@ class AliasLoader(importlib.abc.Loader):
         module.__dict__.update({"__getattr__": find, "__all__": list(self._names)})
 
 
-class SameModuleLoader(importlib.abc.Loader):
+class SameModuleLoader(Loader):
     """Gives a loaded module under a second name and leaves the module as it is."""
 
     def __init__(self, module: ModuleType) -> None:
@@ -171,7 +178,7 @@ class SameModuleLoader(importlib.abc.Loader):
         module.__spec__ = self._spec
 
 
-class AliasFinder(importlib.abc.MetaPathFinder):
+class AliasFinder(MetaPathFinder):
     """Finds alias modules below `tinsmith`, and, once asked to, everything below `tinker`."""
 
     serves_tinker = False

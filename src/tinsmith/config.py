@@ -1,8 +1,9 @@
 """Settings of clients and servers: the only reader of the environment and of settings files.
 
-Order: argument > environment > file > default. A client's file is TOML with a `[client]` table, at `$TINSMITH_CONFIG`
-or `~/.config/tinsmith/config.toml`; a key stored by `auth login` lies in `~/.tinker/credentials.json`. A server's
-settings are `TINSMITH_<NAME>` in the environment and the `[server]` table of the file that `serve --config` names.
+Order: argument > environment > file > default. A client's file is TOML with a `[client]` table, and maybe `[prices]`,
+at `$TINSMITH_CONFIG` or `~/.config/tinsmith/config.toml`; a key stored by `auth login` lies in
+`~/.tinker/credentials.json`. A server's settings are `TINSMITH_<NAME>` in the environment and the `[server]` table of
+the file that `serve --config` names.
 """
 
 from __future__ import annotations
@@ -164,12 +165,12 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return values
 
 
-def _from_file(environ: Mapping[str, str], known: set[str]) -> dict[str, Any]:
+def _from_file(environ: Mapping[str, str], known: set[str], table: str = "client") -> dict[str, Any]:
     named = environ.get("TINSMITH_CONFIG")
     folder = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".config")
     path = Path(named) if named else folder / "tinsmith" / "config.toml"
     try:
-        settings = tomllib.loads(path.read_text()).get("client", {})
+        settings = tomllib.loads(path.read_text()).get(table, {})
     except FileNotFoundError:
         if named:
             raise TinkerError(f"TINSMITH_CONFIG names {path}, which does not exist") from None
@@ -177,11 +178,35 @@ def _from_file(environ: Mapping[str, str], known: set[str]) -> dict[str, Any]:
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise TinkerError(f"{path} cannot be read: {error}") from error
     if not isinstance(settings, dict):
-        raise TinkerError(f"{path}: client must be a table, [client]")
+        raise TinkerError(f"{path}: {table} must be a table, [{table}]")
     for name in settings:
         if name not in known:
-            raise TinkerError(f"{path}: unknown setting client.{name} (known: {', '.join(sorted(known))})")
+            raise TinkerError(f"{path}: unknown setting {table}.{name} (known: {', '.join(sorted(known))})")
     return dict(settings)
+
+
+PRICED = ("training", "prefill", "prefill_cached", "sampled", "storage")
+"""What can have a price: USD per million tokens, storage per gigabyte and month."""
+
+
+def prices_from_env(environ: Mapping[str, str]) -> dict[str, float]:
+    """Prices by kind, for usage whose server knows none: `TINSMITH_PRICES`, over the `[prices]` table of the file."""
+    prices = _from_file(environ, set(PRICED), "prices")
+    for part in environ.get("TINSMITH_PRICES", "").split(","):
+        if not part.strip():
+            continue
+        name, _, text = (piece.strip() for piece in part.partition("="))
+        if name not in PRICED:
+            raise TinkerError(f"TINSMITH_PRICES: {name!r} has no price (known: {', '.join(PRICED)})")
+        try:
+            prices[name] = float(text)
+        except ValueError:
+            raise TinkerError(f"TINSMITH_PRICES: {name} must be a number, got {text!r}") from None
+    for name, price in prices.items():
+        is_number = isinstance(price, (int, float)) and not isinstance(price, bool)
+        if not (is_number and 0 <= price < float("inf")):
+            raise TinkerError(f"prices.{name} must be a number from 0 on, got {price!r}")
+    return {name: float(price) for name, price in prices.items()}
 
 
 MB = 1024 * 1024

@@ -168,6 +168,7 @@ OF_SOMEBODY: dict[str, Callable[[World], list[Ask]]] = {
     "set_checkpoint_ttl": lambda w: [ask("set_checkpoint_ttl", {"ttl_seconds": 5}, **w.checkpoint)],
     "get_external_weights_urls": lambda w: [ask("get_external_weights_urls", **w.checkpoint)],
     "get_checkpoint_archive": lambda w: [ask("get_checkpoint_archive", **w.checkpoint)],
+    "run_metrics": lambda w: [("GET", f"/tinsmith/v1/training_runs/{w.model}/metrics", None)],
     "sample_stream": lambda w: [("POST", "/tinsmith/v1/sample_stream", sample(w.sampler, 50))],
     "sample_results": lambda w: [("POST", "/tinsmith/v1/sample_results", target(w))],
 }
@@ -189,6 +190,7 @@ OF_ONESELF: dict[str, Ask] = {
     "get_billing_usage": ask("get_billing_usage", query=HOURS),
     "get_current_checkpoint_storage_usage": ask("get_current_checkpoint_storage_usage"),
     "get_audit_log": ask("get_audit_log"),
+    "import_weights": ("POST", "/tinsmith/v1/import_weights", {}),
     "quota": ("GET", "/tinsmith/v1/quota", None),
     "status": ("GET", "/tinsmith/v1/status", None),
     "tokenizer": ("GET", f"/tinsmith/v1/tokenizer?model={BASE}", None),
@@ -197,11 +199,21 @@ OF_ONESELF: dict[str, Ask] = {
 }
 """Calls that show or change what is the caller's own; the last one ends the key."""
 
-OWN = {"sample_stream", "samples", "sample_results", "quota", "status", "tokenizer"}
-"""Endpoints of our own that need a key."""
-
 OPEN = {"/api/v1/healthz", "/healthz", "/readyz", "/openapi.json", "/tinsmith/v1/version", "/metrics"}
 """Endpoints for everybody; /metrics only while the server listens on loopback."""
+
+
+OWN = {
+    "sample_stream",
+    "samples",
+    "sample_results",
+    "run_metrics",
+    "import_weights",
+    "quota",
+    "status",
+    "tokenizer",
+}
+"""Names of those above that are not in the route table."""
 
 
 async def send(client: Client, question: Ask) -> Answer:
@@ -235,7 +247,8 @@ def test_the_walk_knows_every_route(tmp_path: Path) -> None:
                 path.replace("{checkpoint_id}", "{checkpoint_id:checkpoint}") for path in protocol
             }
             assert own == (OPEN - {"/api/v1/healthz"}) | {
-                *(f"/tinsmith/v1/{name}" for name in OWN),
+                *(f"/tinsmith/v1/{name}" for name in OWN - {"run_metrics"}),
+                "/tinsmith/v1/training_runs/{training_run_id}/metrics",
                 "/tinsmith/v1/download/{name:path}",
             }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import dataclasses
 import functools
 import inspect
@@ -19,9 +20,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import click
 import pytest
 
 from tinsmith import errors
+from tinsmith.cli.main import main as cli
 from tinsmith.config import MB, ClientConfig, ServerConfig
 from tinsmith.server import extensions, http_errors
 from tinsmith.version import PROTOCOL_VERSION
@@ -240,6 +243,26 @@ def extensions_table() -> str:
     )
 
 
+def commands_help() -> str:
+    """What `--help` prints for each command, groups before their commands."""
+    return "\n".join(
+        f"{'#' * min(4, 2 + depth)} {path}\n\n```text\n{text}\n```\n" for depth, path, text in _helps(cli, None)
+    )
+
+
+def _helps(command: click.Command, parent: click.Context | None, depth: int = 0) -> Iterator[tuple[int, str, str]]:
+    name = "tinsmith" if parent is None else command.name
+    command = copy.copy(command)
+    vars(command)["_help_option"] = None  # made once; a test that calls a command by itself makes it without -h
+    context = click.Context(command, parent, name, terminal_width=100, **command.context_settings)
+    yield depth, context.command_path, command.get_help(context)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            inner = command.get_command(context, name)
+            assert inner is not None
+            yield from _helps(inner, context, depth + 1)
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "routes": routes_table,
     "errors": errors_table,
@@ -248,6 +271,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "client_settings": functools.partial(settings_table, ClientConfig),
     "refusals": refusals_table,
     "extensions": extensions_table,
+    "commands": commands_help,
 }
 
 

@@ -7,14 +7,24 @@ from typing import Any
 
 import click
 
-from tinsmith.cli.connection import connected
+from tinsmith.cli.connection import server_option
 from tinsmith.cli.output import formatted
 from tinsmith.version import PROTOCOL_VERSION, __version__
 
 COMMANDS = {
-    "serve": ("tinsmith.cli.serve", "serve", "Run a Tinker server for official and own clients."),
+    "auth": ("tinsmith.cli.auth", "auth", "The key that this machine uses: log in, log out, check."),
+    "billing": ("tinsmith.cli.billing", "billing", "Usage by the hour and storage, as a server counts them."),
+    "checkpoint": ("tinsmith.cli.checkpoint", "checkpoint", "Checkpoints: list, download, export, delete and more."),
+    "completion": ("tinsmith.cli.completion", "completion", "Print the script that completes commands in a shell."),
     "demo": ("tinsmith.cli.demo", "demo", "Fine-tune a small model here and compare it with what it was."),
+    "doctor": ("tinsmith.cli.doctor", "doctor", "Check the installation, the data directory and the server."),
     "key": ("tinsmith.cli.key", "key", "Keys of a server: create, list, revoke."),
+    "model": ("tinsmith.cli.model", "model", "Base models of a server: list."),
+    "run": ("tinsmith.cli.run", "run", "Training runs: list, show, plot, watch, end."),
+    "serve": ("tinsmith.cli.serve", "serve", "Run a Tinker server for official and own clients."),
+    "session": ("tinsmith.cli.session", "session", "Sessions: list, show, finish, export a trace."),
+    "status": ("tinsmith.cli.status", "status", "Is the server up, and what does it do?"),
+    "usage": ("tinsmith.cli.usage", "usage", "Tokens, storage and cost, summed up."),
 }
 """Name of a command, where it is, and what the overview says about it."""
 
@@ -52,7 +62,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="tinsmith")
 @formatted
-@connected
+@server_option
 def main() -> None:
     """Train and sample language models through the Tinker protocol."""
 

@@ -51,20 +51,33 @@ def print_table(columns: Sequence[str], rows: Iterable[Sequence[Any]], *, title:
     """A table as wide as its cells when piped, as wide as the terminal otherwise."""
     from rich.table import Table
 
-    table = Table(*columns, title=title, title_justify="left")
+    table = Table()
+    for number, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=number == 0)  # ids are to be copied: never cut
     for row in rows:
         table.add_row(*(cell(value) for value in row))
-    console().print(table)
+    _print(table, title)
 
 
 def print_properties(values: Mapping[str, Any], *, title: str | None = None) -> None:
     """Names on the left, values on the right."""
     from rich.table import Table
 
-    table = Table("Property", "Value", title=title, title_justify="left")
+    table = Table()
+    table.add_column("Property", no_wrap=True)
+    table.add_column("Value", overflow="fold")
     for name, value in values.items():
         table.add_row(name, cell(value))
-    console().print(table)
+    _print(table, title)
+
+
+def _print(table: Any, title: str | None) -> None:
+    """The title stands above the table, so that it is not broken to the table's width."""
+    terminal = console()
+    if title is not None:
+        terminal.print(title)
+    if table.row_count or title is None:
+        terminal.print(table)
 
 
 def console(*, stderr: bool = False) -> Any:
@@ -89,6 +102,23 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return str(value)
+
+
+def ago(moment: datetime | None, now: datetime | None = None) -> str:
+    """How long something is past, or ahead."""
+    if moment is None:
+        return "-"
+    seconds = ((now or datetime.now(UTC)) - moment.astimezone(UTC)).total_seconds()
+    return f"{duration(seconds)} ago" if seconds >= 0 else f"in {duration(-seconds)}"
+
+
+def duration(seconds: float) -> str:
+    """A span in its largest whole unit."""
+    for unit, length in (("day", 86_400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{count} {unit}{'' if count == 1 else 's'}"
+    return f"{seconds:.0f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms"
 
 
 def size(count: int | None) -> str:

@@ -79,14 +79,25 @@ def embedded_address(config: EmbeddedConfig) -> Address:
         return address
 
 
+def running_address(config: EmbeddedConfig) -> Address | None:
+    """The engine for these settings if it runs; none is started."""
+    found = _read(config.data_dir / "embedded.json")
+    return found if found is not None and _is_alive(found) else None
+
+
 @contextlib.contextmanager
 def local(
-    models: Mapping[str, str] | None = None, *, data_dir: str | Path | None = None, **service: Any
+    models: Mapping[str, str] | None = None,
+    *,
+    data_dir: str | Path | None = None,
+    settings: Mapping[str, object] | None = None,
+    **service: Any,
 ) -> Iterator[ServiceClient]:
     """A server of one's own for a `with` block, and a client of it.
 
     `models` maps names to sources (a directory, a GGUF file, a hub id); none: the default model. Without `data_dir`
-    everything it keeps is deleted at the end, except for models fetched into the user's data directory.
+    everything it keeps is deleted at the end, except for models fetched into the user's data directory. `settings` are
+    those of a server by their names, such as `{"dtype": "float32"}`; the other arguments are those of `ServiceClient`.
     """
     from tinsmith.client.service import ServiceClient
 
@@ -97,8 +108,9 @@ def local(
         arguments = ["--data-dir", str(place)]
         for name, source in (models or {}).items():
             arguments += ["--model", f"{name}={source}"]
-        settings = {"TINSMITH_MODELS_DIR": str(EmbeddedConfig.from_env(os.environ).models_dir)}
-        address, process = start_server(arguments, settings, place / "server.log")
+        named = {"models_dir": EmbeddedConfig.from_env(os.environ).models_dir, **(settings or {})}
+        environ = {f"TINSMITH_{name.upper()}": str(value) for name, value in named.items()}
+        address, process = start_server(arguments, environ, place / "server.log")
         stack.callback(_end, process)
         client = ServiceClient(base_url=address.url, api_key=address.key, **service)
         stack.enter_context(client)

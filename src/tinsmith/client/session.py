@@ -43,6 +43,17 @@ _REASONS: dict[str, type[ClientSessionFinishReason]] = {
 }
 
 
+def finish_request(status: str, detail: str | None = None) -> FinishSessionRequest:
+    """The message that ends a session."""
+    _check_status(status)
+    return FinishSessionRequest(reason=_REASONS[status](), detail=detail)
+
+
+def _check_status(status: str) -> None:
+    if status not in _REASONS:
+        raise InvalidInputError(f"status: {status!r} is not one of {', '.join(_REASONS)}", field="status")
+
+
 class Session:
     """The session behind a service client, or one that another process made and we joined."""
 
@@ -84,8 +95,7 @@ class Session:
 
     async def finish(self, status: EndStatus, detail: str | None = None) -> None:
         """Tell the server that the program is done; heartbeats end. Gives up quickly: leaving must not take long."""
-        if status not in _REASONS:
-            raise InvalidInputError(f"status: {status!r} is not one of {', '.join(_REASONS)}", field="status")
+        _check_status(status)
         if self._heartbeat is not None:
             self._heartbeat.cancel()
         if self._id is None or self._is_joined or self._is_finished:
@@ -94,7 +104,7 @@ class Session:
         try:
             await self.connection.call(
                 FINISH_SESSION,
-                FinishSessionRequest(reason=_REASONS[status](), detail=detail),
+                finish_request(status, detail),
                 path={"session_id": self._id},
                 purpose=Purpose.SESSION,
                 policy=NO_RETRY,

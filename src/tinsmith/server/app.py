@@ -117,7 +117,9 @@ def make_services(
     def on_end(work: Work, state: str) -> None:
         if isinstance(work.job, SaveState):
             services.saved(work.context.get("path", ""), work.job.directory)
-        metrics.jobs.labels(work.row.kind, state).inc()
+        now = clock()
+        started = work.started_at or now
+        metrics.job(work.row.kind, state, max(0.0, started - work.row.created_at), max(0.0, now - started))
 
     jobs = Jobs(store, broker, finishers, clock=clock, new_id=RequestIds(), on_end=on_end)  # type: ignore[arg-type]
     services = Services(

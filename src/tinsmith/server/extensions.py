@@ -1,4 +1,5 @@
-"""Endpoints of our own, outside the protocol: health, metrics, schema, tokenizers, token streams, quota, downloads.
+"""Endpoints of our own, outside the protocol: health, metrics, schema, tokenizers, token streams, quota, curves,
+imports, downloads.
 
 Clients learn of those that concern them from the `tinsmith` object in the answer to client/config.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from tinsmith.errors import InvalidInputError, LimitExceededError, TinkerError, 
 from tinsmith.server.calls import JSON
 from tinsmith.server.http import fault, read_body, refusal, unpacked
 from tinsmith.server.identity import Caller
+from tinsmith.server.importing import import_checkpoint, read_request
+from tinsmith.server.measured import MAX_POINTS, measured
 from tinsmith.server.openapi import openapi
 from tinsmith.server.promises import Outcome
 from tinsmith.server.refusals import UnknownResourceError
@@ -61,6 +65,8 @@ def extension_routes(services: Services) -> list[Route]:
         Route(f"{OWN_PREFIX}/tokenizer", extensions.tokenizer),
         Route(f"{OWN_PREFIX}/quota", extensions.quota),
         Route(f"{OWN_PREFIX}/status", extensions.status),
+        Route(f"{OWN_PREFIX}/training_runs/{{training_run_id}}/metrics", extensions.run_metrics),
+        Route(f"{OWN_PREFIX}/import_weights", extensions.import_weights, methods=["POST"]),
         Route(f"{OWN_PREFIX}/sample_stream", extensions.sample_stream, methods=["POST"]),
         Route(SAMPLES.path, extensions.samples, methods=["POST"]),
         Route(SAMPLE_RESULTS.path, extensions.sample_results, methods=["POST"]),
@@ -153,6 +159,33 @@ class Extensions:
             }
         )
 
+    async def run_metrics(self, request: Request) -> Response:
+        """`?after=N&limit=N`: what a run's passes and steps measured, by their numbers, and how the run stands."""
+        try:
+            caller = await self._caller(request)
+            caller.need("read")
+            answer = await measured(
+                self._services,
+                caller,
+                request.path_params["training_run_id"],
+                after=_number(request, "after", -1),
+                limit=_number(request, "limit", MAX_POINTS),
+            )
+        except TinkerError as error:
+            return _refused(error)
+        return _json(answer)
+
+    async def import_weights(self, request: Request) -> Response:
+        """A checkpoint's files as MessagePack, at most `max_body_bytes`; they become a checkpoint of the caller's."""
+        try:
+            caller = await self._caller(request)
+            caller.need("train")
+            body = await self._body(request)
+            path = await import_checkpoint(self._services, caller, await asyncio.to_thread(read_request, body))
+        except TinkerError as error:
+            return _refused(error)
+        return _json({"path": path})
+
     async def sample_stream(self, request: Request) -> Response:
         """A sample as server-sent events: `token` for each piece, `wait` while nothing comes, then `done`."""
         services = self._services
@@ -242,11 +275,6 @@ class Extensions:
             return _refused(error)
         return Response(msgspec.msgpack.encode(results), media_type=MSGPACK_TYPE)
 
-    async def _body(self, request: Request) -> bytes:
-        config, headers = self._services.config, dict(request.headers)
-        raw = await read_body(request.receive, headers, config.max_body_bytes, config.body_timeout_s)
-        return unpacked(raw, headers, config.max_unpacked_bytes)
-
     async def download(self, request: Request) -> Response:
         """A file behind a signed address that some answer gave; ranges work, so downloads can be resumed."""
         name = request.path_params["name"]
@@ -259,6 +287,12 @@ class Extensions:
         except TinkerError as error:
             return _refused(error)
         return FileResponse(path, filename=path.name.lstrip("."))
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, within the limits."""
+        config, headers = self._services.config, dict(request.headers)
+        raw = await read_body(request.receive, headers, config.max_body_bytes, config.body_timeout_s)
+        return unpacked(raw, headers, config.max_unpacked_bytes)
 
     async def _caller(self, request: Request) -> Caller:
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -276,6 +310,15 @@ def _bodies(packed: bytes) -> list[bytes]:
     if len(bodies) > MAX_SAMPLES_AT_ONCE:
         raise LimitExceededError(f"samples: {len(bodies)} at once are more than {MAX_SAMPLES_AT_ONCE}", field="body")
     return bodies
+
+
+def _number(request: Request, name: str, default: int) -> int:
+    text = request.query_params.get(name)
+    if text is None:
+        return default
+    if not re.fullmatch(r"-?[0-9]{1,15}", text):
+        raise InvalidInputError(f"{name}: {text[:40]!r} is not a whole number", field=name)
+    return int(text)
 
 
 def _tokenizer_files(directory: Path) -> dict[str, Any]:

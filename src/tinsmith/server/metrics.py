@@ -23,6 +23,13 @@ class Metrics:
         self.jobs = Counter(
             "tinsmith_jobs_total", "Finished jobs by kind and state", ["kind", "state"], registry=self.registry
         )
+        self._stages = Histogram(
+            "tinsmith_job_seconds",
+            "Time of jobs by stage: waiting for their turn, running",
+            ["kind", "stage"],
+            buckets=BUCKETS,
+            registry=self.registry,
+        )
         self.pending = Gauge("tinsmith_pending_jobs", "Accepted jobs without a result", registry=self.registry)
         self.sessions = Gauge("tinsmith_active_sessions", "Sessions with heartbeats", registry=self.registry)
         self.models = Gauge("tinsmith_live_models", "Models in use", registry=self.registry)
@@ -45,6 +52,12 @@ class Metrics:
         if timer is None:
             timer = self._timers[route] = self._seconds.labels(route)
         timer.observe(seconds)
+
+    def job(self, kind: str, state: str, waiting_s: float, running_s: float) -> None:
+        """One job that has ended."""
+        self.jobs.labels(kind, state).inc()
+        self._stages.labels(kind, "waiting").observe(waiting_s)
+        self._stages.labels(kind, "running").observe(running_s)
 
     def text(self) -> bytes:
         """The exposition."""

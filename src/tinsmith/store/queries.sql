@@ -245,6 +245,12 @@ FROM jobs JOIN results ON results.request_id = jobs.request_id
 WHERE jobs.lane = :lane AND jobs.seq >= :first AND jobs.seq < :last AND results.finished_at > :after
 ORDER BY results.finished_at LIMIT :limit;
 
+-- name: highest_seq_of_lane
+SELECT COALESCE(MAX(seq), -1) AS seq FROM jobs WHERE lane = :lane;
+
+-- name: count_queued_of_lane
+SELECT COUNT(*) AS count FROM jobs WHERE lane = :lane AND state = 'queued';
+
 -- name: count_jobs_queued
 SELECT COUNT(*) AS count FROM jobs WHERE state = 'queued';
 
@@ -294,6 +300,14 @@ WHERE jobs.session_id = :session_id ORDER BY results.finished_at, results.reques
 
 -- name: result_bytes
 SELECT CAST(COALESCE(SUM(length(body)), 0) AS BIGINT) AS size_bytes FROM results;
+
+-- What the requests of a run measured, for curves: page on with the last seq.
+-- name: measured_of_lane_after
+SELECT jobs.seq AS seq, jobs.kind AS kind, results.encoding AS encoding, results.started_at AS started_at,
+    results.finished_at AS finished_at, results.body AS body
+FROM jobs JOIN results ON results.request_id = jobs.request_id
+WHERE jobs.lane = :lane AND jobs.seq > :after AND jobs.state = 'done'
+AND jobs.kind IN ('forward_backward', 'optim_step') ORDER BY jobs.seq LIMIT :limit;
 
 -- Checkpoints ----------------------------------------------------------------------------------------------------
 

@@ -236,6 +236,12 @@ class StorageRow(Row, frozen=True, kw_only=True):
     size_bytes: int
 
 
+class SeqRow(Row, frozen=True, kw_only=True):
+    """The answer of highest_seq_of_lane; -1 for a lane without jobs."""
+
+    seq: int
+
+
 class CountRow(Row, frozen=True, kw_only=True):
     """The answer of the count_ queries."""
 

@@ -63,6 +63,23 @@ def decode_output(body: bytes | memoryview, max_datums: int = MAX_ITEMS) -> Forw
     return ForwardBackwardOutput(output_type or ("" if has_records else "ArrayRecord"), outputs, metrics)
 
 
+def decode_metrics(body: bytes | memoryview) -> tuple[dict[str, float], int]:
+    """The metrics of a result and how many datums it is of, without its tensors."""
+    metrics: dict[str, float] = {}
+    datums = 0
+    for number, kind, value in read_fields(memoryview(body), "ForwardBackwardOutput"):
+        if number == 3:
+            key, inner_kind, inner = read_entry(value, kind, "metrics")
+            metrics[key] = 0.0 if inner_kind is None else as_double(inner, inner_kind, f"metrics[{key!r}]")
+        elif number == 2:
+            for inner_number, inner_kind, inner in read_fields(
+                as_bytes(value, kind, "loss_fn_outputs"), "loss_fn_outputs"
+            ):
+                if inner_number == 3:
+                    datums += as_int(inner, inner_kind, "num_datums")
+    return metrics, datums
+
+
 def _dense(tensor: TensorData) -> TensorData:
     return TensorData.from_numpy(tensor.to_numpy()) if tensor.is_sparse else tensor
 

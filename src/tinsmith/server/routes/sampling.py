@@ -150,6 +150,7 @@ async def submit_sample(
             raise
         return same_request(known, lane, seq, "sample", digest)
     seed = params.seed if params.seed is not None else secrets.randbelow(2**63)
+    session = services.access.sessions.get(sampler.session_id)
     draft = Draft(
         kind="sample",
         lane=lane,
@@ -159,7 +160,7 @@ async def submit_sample(
         user_id=caller.user_id,
         digest=digest,
         make_job=_sample_job(sampler, body, seed),
-        context={"project_id": caller.project_id},
+        context={"project_id": session.project_id if session is not None else caller.project_id},
         on_tokens=on_tokens,
     )
     is_new = False

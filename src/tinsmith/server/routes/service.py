@@ -30,6 +30,8 @@ MAX_TELEMETRY_BYTES = 256 * 1024
 MAX_UNWRITTEN = 1000
 """Batches that wait for the sweeper; older ones go."""
 
+OFFERED = ("sample_stream", SAMPLES.name, SAMPLE_RESULTS.name, "tokenizer", "quota", "run_metrics", "import_weights")
+
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": True,
     "proto_compress_fwdbwd": True,
@@ -40,13 +42,10 @@ CLIENT_CONFIG = {
     "custom_loss_server_side": True,
     "sample_join_sampling_session": True,
     "use_pyqwest_transport": False,
-    "tinsmith": {
-        "sample_stream": True,
-        SAMPLES.name: True,
-        SAMPLE_RESULTS.name: True,
-        "tokenizer": True,
-        "quota": True,
-    },
+    "tinsmith": dict.fromkeys(
+        ("sample_stream", SAMPLES.name, SAMPLE_RESULTS.name, "tokenizer", "quota", "run_metrics", "import_weights"),
+        True,
+    ),
 }
 """How clients should speak to this server; `tinsmith` announces our own extensions. The plain transport is asked for
 because the other one leaves its threads behind (numbers: 244 threads at 1,000 samples)."""

@@ -114,7 +114,7 @@ async def _prepare_save(
     taken = await services.store.read(CheckpointRow, "checkpoint", path=path)
     if (taken or path in services.saving) and not overwrite:
         raise InvalidInputError(f"path: {path} exists already; choose another name, or overwrite=True", field="path")
-    await _check_disk_cap(services)
+    await check_disk_cap(services)
     directory = str(services.files.checkpoint(row.model_id, kind, name, secrets.token_hex(8)))
     replaces = [*(found.directory for found in taken), *services.saving.get(path, ())]
     services.saving.setdefault(path, []).append(directory)
@@ -161,7 +161,8 @@ async def _prepare_sampler(services: Services, run: Run, number: int) -> Prepare
     )
 
 
-async def _check_disk_cap(services: Services) -> None:
+async def check_disk_cap(services: Services) -> None:
+    """Refuse another checkpoint where they take all that is allowed."""
     cap = services.config.disk_cap_bytes
     if cap is None:
         return
@@ -294,7 +295,7 @@ async def copy_weights(services: Services, call: Call) -> Answer:
     source = await services.access.checkpoint(call.caller, request.source_path, token=token)
     if request.ttl_seconds is not None:
         check_ttl(request.ttl_seconds)
-    await _check_disk_cap(services)
+    await check_disk_cap(services)
     now = services.clock()
     session, statements = await _copy_target(services, call, request, now)
     model_id = f"{session.session_id}:train:{request.model_seq_id or 0}"

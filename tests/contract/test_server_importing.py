@@ -1,0 +1,161 @@
+"""Checkpoints from elsewhere: kept whole, owned, loadable; and everything that is refused."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.in_process import BASE, Answer, Client, Server, forward_backward, optim_step, run, serving
+
+from tinsmith.store.rows import AuditRow, CheckpointRow
+
+PATH = "/tinsmith/v1/import_weights"
+
+
+async def upload(client: Client, message: Any) -> Answer:
+    body = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
+    headers = {"x-api-key": client.key, "content-type": "application/msgpack"}
+    return await client.server.request("POST", PATH, body, headers)
+
+
+async def saved(server: Server, client: Client) -> dict[str, Any]:
+    """The upload of a checkpoint that this server has written."""
+    session = await client.session()
+    model = await client.model(session)
+    await client.result(await client.post("forward_backward", forward_backward(model, 1)))
+    await client.result(await client.post("optim_step", optim_step(model, 2)))
+    await client.save(model, 3, "mine")
+    (row,) = await server.rows(CheckpointRow, "checkpoints_of_model", model_id=model)
+    files = {file.name: file.read_bytes() for file in Path(row.directory).iterdir()}
+    lora = msgspec.json.decode(row.lora)
+    facts = {name: lora[name] for name in ("rank", "alpha", "train_attn", "train_mlp", "train_unembed")}
+    return {"name": "back", "base_model": BASE, **facts, "files": files}
+
+
+async def continued(client: Client, path: str) -> Any:
+    """What a run that starts from a checkpoint, optimizer included, measures."""
+    session = await client.session()
+    load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": True}
+    await client.result(await client.post("load_weights", load))
+    model = f"{session}:train:0"
+    promise = await client.post("forward_backward", forward_backward(model, 1))
+    await client.result(promise)
+    return (await client.result(await client.post("optim_step", optim_step(model, 2)))).json
+
+
+def test_a_checkpoint_comes_back_and_a_run_goes_on_from_it(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann = await server.client("ann")
+            message = await saved(server, ann)
+            answer = await upload(ann, message)
+            assert answer.status == 200, answer
+            path = answer.json["path"]
+            listed = (await ann.get("checkpoints")).json["checkpoints"]
+            (entry,) = [item for item in listed if item["tinker_path"] == path]
+            assert entry["checkpoint_type"] == "training"
+            assert entry["size_bytes"] == sum(map(len, message["files"].values()))
+            info = (await ann.post("weights_info", {"tinker_path": path})).json
+            assert (info["base_model"], info["lora_rank"]) == (BASE, message["rank"])
+            original = next(item["tinker_path"] for item in listed if item["tinker_path"] != path)
+            assert await continued(ann, path) == await continued(ann, original)
+            period = {"org_id": "acme", "since": 0.0, "until": server.clock() + 1, "limit": 9}
+            events = [row.event for row in await server.rows(AuditRow, "audit_of_org", **period)]
+            assert "checkpoint_imported" in events
+            eve = await server.client("eve", org="other")
+            assert (await eve.post("weights_info", {"tinker_path": path})).status == 404
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "says"),
+    [
+        ({"name": "../x"}, 400, "name: '../x' cannot name a checkpoint"),
+        ({"name": ".x"}, 400, "cannot name a checkpoint"),
+        ({"base_model": "nope"}, 400, "nope"),
+        ({"rank": 0}, 400, "rank: 0 is not between 1 and 512"),
+        ({"rank": 513}, 400, "rank: 513 is not between 1 and 512"),
+        ({"alpha": 0.0}, 400, "alpha: 0.0 is not a number above 0"),
+        ({"alpha": float("nan")}, 400, "alpha: nan is not a number above 0"),
+        ({"train_attn": False, "train_mlp": False, "train_unembed": False}, 400, "there is no adapter"),
+        ({"files": {}}, 400, "is missing (a checkpoint has"),
+        ({"files": {"../../secret": b"x"}}, 400, "'../../secret' is not one of them"),
+        ({"surprise": 1}, 400, "surprise"),
+        ({"rank": "four"}, 400, "rank"),
+    ],
+)
+def test_what_is_wrong_is_named_and_nothing_is_kept(
+    tmp_path: Path, change: dict[str, Any], status: int, says: str
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann = await server.client("ann")
+            message = await saved(server, ann)
+            before = sorted(tmp_path.rglob("*"))
+            answer = await upload(ann, {**message, **change})
+            assert answer.status == status, answer
+            assert says in answer.detail
+            assert sorted(tmp_path.rglob("*")) == before
+            assert len((await ann.get("checkpoints")).json["checkpoints"]) == 1
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("body", [b"", b"\xff\xff", b"{}", msgspec.msgpack.encode([1, 2]), b"\xdd\xff\xff\xff\xff"])
+def test_bodies_that_are_no_message(tmp_path: Path, body: bytes) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            answer = await upload(await server.client("ann"), body)
+            assert (answer.status, answer.json["code"]) == (400, "invalid_input")
+
+    run(scenario())
+
+
+def test_limits_and_scopes_hold(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_body_bytes=20_000) as server:
+            ann = await server.client("ann")
+            message = await saved(server, ann)
+            sampler = await server.client("sam", scopes=("sample", "read"))
+            assert (await upload(sampler, message)).status == 403
+            large = {**message, "files": {**message["files"], "optimizer.safetensors": bytes(30_000)}}
+            assert (await upload(ann, large)).status == 413
+        async with serving(tmp_path / "full", disk_cap_bytes=1) as server:
+            ann = await server.client("ann")
+            assert (await upload(ann, message)).status == 200
+            assert "which is all this server allows" in (await upload(ann, message)).detail
+
+    run(scenario())
+
+
+def test_files_that_are_not_what_they_say_are_refused_when_they_are_loaded(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann = await server.client("ann")
+            message = await saved(server, ann)
+            message["files"] = {**message["files"], "adapter_model.safetensors": b"damaged"}
+            path = (await upload(ann, message)).json["path"]
+            session = await ann.session()
+            load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": False}
+            promise = await ann.post("load_weights", load)
+            while (result := await ann.poll(promise)).status == 408:
+                pass
+            assert "is damaged" in result.json["error"]
+            assert result.json["category"] == "user"
+
+    run(scenario())
+
+
+def test_uploads_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann = await server.client("ann")
+            message = await saved(server, ann)
+            answers = await asyncio.gather(*(upload(ann, message) for _ in range(5)))
+            assert len({answer.json["path"] for answer in answers}) == 5
+
+    run(scenario())
