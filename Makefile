@@ -34,6 +34,8 @@ bench: setup ## Benchmarks: wire and client beside the official SDK, server besi
 	@$(PY) bench/sdk.py
 	@$(PY) bench/server.py
 	@$(PY) bench/store.py
+	@$(PY) bench/cli.py
+	@$(PY) bench/engine.py
 
 lines: ## Lines of code per sub-package, with the change against main
 	@tools/lines

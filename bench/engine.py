@@ -48,7 +48,7 @@ def sampling(folder: Path) -> None:
     if not gguf.exists():
         from tinsmith.engine.models.gguf_writer import write_gguf
 
-        write_gguf(model, gguf)
+        write_gguf(model, gguf, "f16")
     subprocess.run([*command, "--openvino-python", python, "--openvino-model", gguf], check=True)
 
 
