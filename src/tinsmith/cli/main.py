@@ -13,8 +13,12 @@ from tinsmith.version import PROTOCOL_VERSION, __version__
 
 COMMANDS = {
     "serve": ("tinsmith.cli.serve", "serve", "Run a Tinker server for official and own clients."),
+    "chat": ("tinsmith.cli.chat", "chat", "Talk to a model or a checkpoint, or to two at once."),
     "demo": ("tinsmith.cli.demo", "demo", "Fine-tune a small model here and compare it with what it was."),
+    "eval": ("tinsmith.cli.evaluate", "evaluate", "Measure models on a file of examples."),
     "key": ("tinsmith.cli.key", "key", "Keys of a server: create, list, revoke."),
+    "sample": ("tinsmith.cli.sample", "sample", "Ask a model or a checkpoint."),
+    "train": ("tinsmith.cli.train", "train", "Fine-tune a model on a JSONL file, resumably."),
 }
 """Name of a command, where it is, and what the overview says about it."""
 
