@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from tinsmith.cli.output import console
-from tinsmith.cli.speakers import Speaker, named_speaker
+from tinsmith.cli.speakers import Speaker, named_speaker, printable
 from tinsmith.types import ModelInput, SamplingParams
 
 UNFINISHED = "\ufffd"
@@ -101,13 +101,15 @@ class Conversation:
                 tokens.clear()  # either all sides answered or none did
                 future.cancel()
             raise
-        texts = [side.speaker.text(tokens).strip() for side, tokens in zip(self._sides, said, strict=True)]
+        texts = [printable(side.speaker.text(tokens).strip()) for side, tokens in zip(self._sides, said, strict=True)]
         if len(texts) == 1:
             click.echo(texts[0])
             return
         from rich.table import Table
 
-        table = Table(*self.names, expand=True)
+        table = Table(expand=True)
+        for name in self.names:
+            table.add_column(name, ratio=1, overflow="fold")
         table.add_row(*texts)
         console().print(table)
 
@@ -121,6 +123,6 @@ class Conversation:
                 said += piece.tokens
                 text = side.speaker.text(said).lstrip()
                 if not text.endswith(UNFINISHED):
-                    click.echo(text[len(shown) :], nl=False)
+                    click.echo(printable(text[len(shown) :]), nl=False)
                     shown = text
-        click.echo(side.speaker.text(said).strip()[len(shown) :])
+        click.echo(printable(side.speaker.text(said).strip()[len(shown) :]))

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from tinsmith.cli.connection import connected, service_client
-from tinsmith.cli.output import console, formatted, print_json, print_table, wants_json
+from tinsmith.cli.output import cell, console, formatted, print_json, wants_json
 
 IN_FLIGHT = 32
 
@@ -63,10 +63,20 @@ def evaluate(
     if wants_json():
         print_json({"data": str(data), "scores": [asdict(score) for score in scores]})
         return
-    columns = ("Model", "Examples", "Tokens", "Loss", "Perplexity", "Exact")
-    print_table(
-        columns, [(s.model, s.examples, s.tokens, s.loss, s.perplexity, f"{s.exact_match:.0%}") for s in scores]
-    )
+    _print_scores(scores)
+
+
+def _print_scores(scores: list[Score]) -> None:
+    """A table in which long names are broken, not cut: two checkpoints of one run differ at their ends."""
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("Model", overflow="fold")
+    for name in ("Examples", "Tokens", "Loss", "Perplexity", "Exact"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for s in scores:
+        table.add_row(s.model, *map(cell, (s.examples, s.tokens, s.loss, s.perplexity, f"{s.exact_match:.0%}")))
+    console().print(table)
 
 
 def _score(service: Any, speaker: Any, file: Any, truncate: bool) -> Score:
@@ -86,7 +96,7 @@ def _score(service: Any, speaker: Any, file: Any, truncate: bool) -> Score:
             expected = speaker.text(example.tokens[example.last_answer :])
             exact += speaker.text(answer).strip() == expected.strip()
             if screen.is_terminal:
-                view.step(number, speaker.name, "")
+                view.step(number, speaker.name[-30:], "")
     mean = loss / max(1.0, count)
     perplexity = math.exp(min(mean, 700.0))
     return Score(speaker.name, len(examples), round(count), mean, perplexity, exact / len(examples))

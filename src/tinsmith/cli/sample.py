@@ -61,7 +61,7 @@ def _prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def _sample(service: Any, text: str, options: dict[str, Any]) -> None:
-    from tinsmith.cli.speakers import open_speaker
+    from tinsmith.cli.speakers import open_speaker, printable
     from tinsmith.types import SamplingParams
 
     speaker = open_speaker(service, model=options["model"], checkpoint=options["checkpoint"])
@@ -87,4 +87,5 @@ def _sample(service: Any, text: str, options: dict[str, Any]) -> None:
     for number, sequence in enumerate(sequences, start=1):
         if len(sequences) > 1:
             click.echo(f"{'' if number == 1 else chr(10)}--- {number} of {len(sequences)} ---")
-        click.echo(speaker.text(sequence.tokens))
+        answer = speaker.text(sequence.tokens)
+        click.echo(printable(answer) if sys.stdout.isatty() else answer)

@@ -40,6 +40,14 @@ class Speaker:
         return self.sampler.sample(ModelInput.from_ints(list(tokens)), count, params)
 
 
+_CONTROL = dict.fromkeys([*range(32), *range(127, 160)], "\ufffd") | {9: "\t", 10: "\n"}
+
+
+def printable(text: str) -> str:
+    """What a model says without what would control the terminal."""
+    return text.translate(_CONTROL)
+
+
 def offered_models(service: Any) -> dict[str, Any]:
     """The server's models by name."""
     return {str(item.model_name): item for item in service.get_server_capabilities().supported_models}
