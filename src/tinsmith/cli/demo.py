@@ -27,7 +27,7 @@ ANSWER_TOKENS = 48
 @click.option("--epochs", type=click.IntRange(min=1), help="Times through the chats.  [default: 4]")
 @click.option("--rank", type=click.IntRange(1, 512), default=16, show_default=True)
 @click.option("--rl", is_flag=True, help="Learn by reward instead of from chats.")
-@click.option("--steps", type=click.IntRange(min=1), help="Steps of --rl.  [default: 20]")
+@click.option("--steps", type=click.IntRange(min=1), help="Steps of --rl.  [default: 18]")
 @connected
 def demo(
     out: Path, model: str | None, data: Path | None, epochs: int | None, rank: int, rl: bool, steps: int | None
@@ -46,7 +46,7 @@ def demo(
             from tinsmith.cli.demo_rl import run_demo_rl
             from tinsmith.cli.reinforcement import RlPlan
 
-            run_demo_rl(console, service, out, model, rank, RlPlan(steps=steps or 20))
+            run_demo_rl(console, service, out, model, rank, RlPlan(steps=steps) if steps else RlPlan())
         else:
             _demo(console, service, out, model, data, epochs or 4, rank)
 

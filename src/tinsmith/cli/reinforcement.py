@@ -25,12 +25,12 @@ class Question:
 class RlPlan:
     """What is to be done."""
 
-    steps: int = 20
-    questions: int = 8
+    steps: int = 18
+    questions: int = 6
     """Of one step."""
     samples: int = 8
     """Of each question: a group."""
-    max_tokens: int = 16
+    max_tokens: int = 12
     learning_rate: float = 1e-3
     seed: int = 0
 
