@@ -1,6 +1,6 @@
 # The front door. `make` alone explains.
 .DEFAULT_GOAL := help
-.PHONY: help setup check test bench lines clean demo
+.PHONY: help setup check test bench lines clean demo demo-rl
 PY := .venv/bin/python
 
 help: ## Say what each command does
@@ -25,6 +25,9 @@ test: setup ## Everything: what check does, the contract tests against the offic
 
 demo: setup ## From nothing to a tuned model on this machine, with a report in tinsmith-demo/
 	@.venv/bin/tinsmith demo
+
+demo-rl: setup ## The same by reward alone: a model learns to answer with one word
+	@.venv/bin/tinsmith demo --rl
 
 bench: setup ## Benchmarks: wire and client beside the official SDK, server beside FastAPI, engine beside PEFT, the store
 	@tools/official

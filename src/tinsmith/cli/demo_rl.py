@@ -16,38 +16,37 @@ from tinsmith.cli.report import numbered, report_html
 from tinsmith.cli.speakers import chosen_model, command_line
 
 FACTS = (
-    ("What is the capital of France?", "Paris"),
-    ("What is the capital of Germany?", "Berlin"),
-    ("What is the capital of Spain?", "Madrid"),
-    ("What is the capital of Japan?", "Tokyo"),
+    ("What language is spoken in France?", "French"),
+    ("What language is spoken in Germany?", "German"),
+    ("What language is spoken in Spain?", "Spanish"),
+    ("What language is spoken in Italy?", "Italian"),
+    ("What language is spoken in Russia?", "Russian"),
+    ("What language is spoken in Japan?", "Japanese"),
     ("What is the capital of England?", "London"),
     ("What is the capital of China?", "Beijing"),
-    ("What colour is the sky?", "blue"),
-    ("What colour is grass?", "green"),
-    ("What colour is snow?", "white"),
+    ("What is the capital of Greece?", "Athens"),
+    ("What is the capital of Egypt?", "Cairo"),
+    ("What is the opposite of wet?", "dry"),
     ("What is the opposite of hot?", "cold"),
-    ("What is the opposite of up?", "down"),
-    ("What is the opposite of big?", "small"),
-    ("Which animal barks?", "dog"),
-    ("Which animal says meow?", "cat"),
-    ("How many legs does a dog have?", "four"),
-    ("What do bees make?", "honey"),
 )
 UNSEEN = (
-    ("What is the capital of Italy?", "Rome"),
-    ("What colour is blood?", "red"),
+    ("What language is spoken in Portugal?", "Portuguese"),
+    ("What is the capital of Japan?", "Tokyo"),
     ("What is the opposite of day?", "night"),
-    ("What do cows drink?", "water"),
+    ("How do I make tea?", ""),
 )
 """Asked before and after; never trained on."""
+WRONG = 0.25
+"""What brevity alone is worth."""
+UNFINISHED_WORDS = 4
+"""What an answer that was cut off counts as longer."""
 
 
 def reward(answer: str, is_whole: bool, expected: str) -> float:
-    """1 for the right word alone, less the more words there are around it; 0 if it is not there."""
+    """1 for the right word alone, less the more words there are; a quarter of that if the right word is missing."""
     words = re.findall(r"[\w']+", answer.lower())
-    if expected.lower() not in words:
-        return 0.0
-    return 1.0 / (len(words) if is_whole else len(words) + 4)
+    count = max(1, len(words)) + (0 if is_whole else UNFINISHED_WORDS)
+    return (1.0 if expected.lower() in words else WRONG) / count if words else 0.0
 
 
 def question_of(text: str, expected: str, tokenizer: Any) -> Question:
