@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import resource
 import subprocess
 import threading
@@ -108,9 +109,11 @@ def test_preferences_are_learned_and_a_full_disk_loses_nothing(env: dict[str, st
     assert losses("whole")[-1] < 0.3
 
     room = 1600  # the state fits, the metrics of all steps do not
+    Path("no_torch").mkdir()
+    Path("no_torch/torch.py").write_text("raise ImportError('not installed')\n")
     short = subprocess.run(
         [*TINSMITH, *options, "--out", "parts"],
-        env=env,
+        env=env | {"PYTHONPATH": f"no_torch{os.pathsep}{env['PYTHONPATH']}"},
         capture_output=True,
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),

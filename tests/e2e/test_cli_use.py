@@ -199,6 +199,26 @@ def test_a_chat_from_a_pipe(tuned: str) -> None:
     assert "dos" in compared.stdout
 
 
+def test_the_demo_in_small() -> None:
+    Path("chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    done = run("demo", "--data", "chats.jsonl", "--epochs", "2", "--rank", "4", "--out", "demo")
+    assert done.exit_code == 0, done.output
+    page = Path("demo/report.html").read_text()
+    assert "<svg" in page
+    assert "What is the capital of Italy?" in page
+    assert Path("demo/adapter/adapter_model.safetensors").stat().st_size > 0
+    assert "tinsmith chat --checkpoint tinker://" in done.stdout
+    assert "--data and --epochs are not for --rl" in run("demo", "--rl", "--epochs", "1").stderr
+
+
+def test_the_demo_by_reward_in_small() -> None:
+    """A tiny model knows no words, so there is nothing to learn; that it does learn is seen on the real one."""
+    done = run("demo", "--rl", "--steps", "2", "--rank", "4", "--out", "demo")
+    assert done.exit_code == 0, done.output
+    assert "step 2/2" in done.stdout
+    assert 'aria-label="Reward over steps"' in Path("demo/report.html").read_text()
+
+
 def test_a_chat_goes_on_after_an_error(tuned: str) -> None:
     said = "/model nowhere\n/compare tinker://x/sampler_weights/y tiny\ntwo\n"
     result = run("chat", "--checkpoint", tuned, "--temperature", "0", stdin=said)

@@ -36,17 +36,19 @@ UNSEEN = (
     ("How do I make tea?", ""),
 )
 """Asked before and after; never trained on."""
-WRONG = 0.25
-"""What brevity alone is worth."""
-UNFINISHED_WORDS = 4
-"""What an answer that was cut off counts as longer."""
+PRICE = 0.1
+"""What each word more than one costs."""
+UNFINISHED = 4
+"""The words that an answer which was cut off counts as longer."""
 
 
 def reward(answer: str, is_whole: bool, expected: str) -> float:
-    """1 for the right word alone, less the more words there are; a quarter of that if the right word is missing."""
+    """1 for the right word alone, a tenth less for every word around it; 0 if it is missing."""
     words = re.findall(r"[\w']+", answer.lower())
-    count = max(1, len(words)) + (0 if is_whole else UNFINISHED_WORDS)
-    return (1.0 if expected.lower() in words else WRONG) / count if words else 0.0
+    if expected.lower() not in words:
+        return 0.0
+    count = len(words) + (0 if is_whole else UNFINISHED)
+    return max(0.0, 1.0 - PRICE * (count - 1))
 
 
 def question_of(text: str, expected: str, tokenizer: Any) -> Question:
@@ -68,7 +70,7 @@ def run_demo_rl(console: Any, service: Any, out: Path, model: str | None, rank: 
     before = greedy_answers(service.create_sampling_client(base_model=name), tokenizer, prompts)
     print_answers(console, prompts, before)
 
-    console.print("[bold]3.[/] Learning by reward: 1 for the right word alone, less the more words there are")
+    console.print("[bold]3.[/] Learning by reward: 1 for the right word alone, 0.1 less for every other word")
     console.print(f"   {plan.steps} steps of {plan.questions} questions, {plan.samples} answers each, LoRA rank {rank}")
     steps = _train(console, training, tokenizer, questions, plan)
 

@@ -87,9 +87,7 @@ class Preferring:
         return dpo_loss(texts, answer_logprobs(texts, passed.loss_fn_outputs), reference, self._beta)
 
 
-def reference_logprobs(
-    training: Any, pairs: Sequence[Pair], batch_size: int, show: Callable[[int], None]
-) -> dict[int, tuple[float, float]]:
+def reference_logprobs(training: Any, pairs: Sequence[Pair], batch_size: int) -> dict[int, tuple[float, float]]:
     """What the model makes of both answers before training, by line."""
     known: dict[int, tuple[float, float]] = {}
     for start in range(0, len(pairs), batch_size):
@@ -99,5 +97,4 @@ def reference_logprobs(
         logprobs = answer_logprobs(texts, passed.loss_fn_outputs)
         for i, pair in enumerate(some):
             known[pair.line] = (logprobs[2 * i], logprobs[2 * i + 1])
-        show(len(known))
     return known

@@ -176,7 +176,7 @@ class TrainingRun:
                 raise OutputError(f"{self.out} has lost reference.json, without which the run cannot go on exactly")
             pairs = [*self.items, *self.held_out]
             self._note(f"asking the model before training about {len(pairs)} pairs")
-            reference = reference_logprobs(self.training, pairs, self.plan.batch_size, lambda _: None)
+            reference = reference_logprobs(self.training, pairs, self.plan.batch_size)
             write_reference(self.out, reference)
         return Preferring(reference, self.plan.beta)
 
