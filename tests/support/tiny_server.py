@@ -20,7 +20,7 @@ def tiny_server(place: Path, context: int = 256) -> Iterator[dict[str, str]]:
     """The environment of its clients."""
     make_tiny(place / "model", max_position_embeddings=context)
     arguments = ["--data-dir", str(place / "data"), "--model", f"tiny={place / 'model'}"]
-    address, process = start_server(arguments, {}, place / "log")
+    address, process = start_server(arguments, {"TINSMITH_DTYPE": "float32"}, place / "log")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("TINKER", "TINSMITH"))}
     where = {"TINKER_BASE_URL": address.url, "TINKER_API_KEY": address.key}
     try:

@@ -94,6 +94,14 @@ def test_two_sides_have_histories_of_their_own(capsys: pytest.CaptureFixture[str
     assert talk.chats() == []
 
 
+def test_a_conversation_that_no_longer_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    talk = conversation(Speaker("m", Scripted("ok"), Letters(), context=20), streams=False)
+    talk.ask("hi")
+    with pytest.raises(TinkerError, match=r"leave no room in the model's context of 20; /reset"):
+        talk.ask("again")
+    assert len(talk.chats()[0]["messages"]) == 2
+
+
 def test_a_model_without_a_chat_template_says_what_to_do() -> None:
     class Plain(Letters):
         chat_template = None  # type: ignore[assignment]

@@ -15,6 +15,7 @@ import click
 
 from tinsmith.cli.output import console
 from tinsmith.cli.speakers import Speaker, named_speaker, printable
+from tinsmith.errors import TinkerError
 from tinsmith.types import ModelInput, SamplingParams
 
 UNFINISHED = "\ufffd"
@@ -88,11 +89,21 @@ class Conversation:
         system = [{"role": "system", "content": self._system}] if self._system else []
         return [*system, *side.messages]
 
+    def _question(self, side: Side) -> tuple[list[int], SamplingParams]:
+        """What a side is asked: the conversation, and as many tokens as still fit."""
+        tokens = side.speaker.prompt(self._messages(side))
+        try:
+            room = side.speaker.room(tokens, self._params.max_tokens or 1)
+        except TinkerError as error:
+            raise TinkerError(f"{error}; /reset forgets the conversation") from None
+        return tokens, self._params.model_copy(update={"max_tokens": room})
+
     def _whole(self, said: list[list[int]]) -> None:
         """Answers when they are done."""
-        futures = [
-            side.speaker.sample(side.speaker.prompt(self._messages(side)), 1, self._params) for side in self._sides
-        ]
+        futures = []
+        for side in self._sides:
+            tokens, params = self._question(side)
+            futures.append(side.speaker.sample(tokens, 1, params))
         try:
             for tokens, future in zip(said, futures, strict=True):
                 tokens += future.result().sequences[0].tokens
@@ -115,9 +126,9 @@ class Conversation:
 
     async def _stream(self, side: Side, said: list[int]) -> None:
         """Tokens as they come; text is shown up to the last whole character."""
-        prompt = ModelInput.from_ints(side.speaker.prompt(self._messages(side)))
+        tokens, params = self._question(side)
         shown = ""
-        pieces = side.speaker.sampler.sample_stream(prompt, self._params)
+        pieces = side.speaker.sampler.sample_stream(ModelInput.from_ints(tokens), params)
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 said += piece.tokens

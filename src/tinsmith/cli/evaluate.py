@@ -59,7 +59,7 @@ def evaluate(
         speakers = [open_speaker(service, model=model) for model in models]
         speakers += [open_speaker(service, checkpoint=checkpoint) for checkpoint in checkpoints]
         speakers = speakers or [open_speaker(service)]
-        scores = [_score(service, speaker, file, truncate) for speaker in speakers]
+        scores = [_score(speaker, file, truncate) for speaker in speakers]
     if wants_json():
         print_json({"data": str(data), "scores": [asdict(score) for score in scores]})
         return
@@ -79,14 +79,11 @@ def _print_scores(scores: list[Score]) -> None:
     console().print(table)
 
 
-def _score(service: Any, speaker: Any, file: Any, truncate: bool) -> Score:
+def _score(speaker: Any, file: Any, truncate: bool) -> Score:
     from tinsmith.cli.chat_data import examples_of
     from tinsmith.cli.progress import ProgressView
-    from tinsmith.cli.speakers import offered_models
 
-    offered = offered_models(service).get(speaker.sampler.get_base_model())
-    length = offered.max_context_length if offered is not None else None
-    examples = examples_of(file, speaker.tokenizer, length, truncate=truncate)
+    examples = examples_of(file, speaker.tokenizer, speaker.context, truncate=truncate)
     screen = console(stderr=True)
     loss, count, exact = 0.0, 0.0, 0
     with ProgressView(screen, len(examples)) as view:

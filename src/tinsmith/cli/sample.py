@@ -11,6 +11,8 @@ import click
 from tinsmith.cli.connection import connected, service_client
 from tinsmith.cli.output import formatted, print_json, wants_json
 
+DEFAULT_TOKENS = 256
+
 
 @click.command()
 @click.argument("prompt", required=False)
@@ -18,7 +20,7 @@ from tinsmith.cli.output import formatted, print_json, wants_json
 @click.option("--model", help="Base model.  [default: the server's first]")
 @click.option("--checkpoint", metavar="tinker://...", help="Saved weights, instead of a base model.")
 @click.option("-n", "count", type=click.IntRange(min=1), default=1, show_default=True, help="Samples to draw.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(min=1), help="[default: 256, or what fits]")
 @click.option("--temperature", type=click.FloatRange(min=0), default=1.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True)
 @click.option("--top-k", type=click.IntRange(min=-1), default=-1, show_default=True, help="-1: all tokens.")
@@ -70,7 +72,8 @@ def _sample(service: Any, text: str, options: dict[str, Any]) -> None:
     else:
         system = [{"role": "system", "content": options["system"]}] if options["system"] is not None else []
         tokens = speaker.prompt([*system, {"role": "user", "content": text}])
-    given: dict[str, Any] = {name: options[name] for name in ("max_tokens", "temperature", "top_p", "top_k")}
+    given: dict[str, Any] = {name: options[name] for name in ("temperature", "top_p", "top_k")}
+    given["max_tokens"] = options["max_tokens"] or speaker.room(tokens, DEFAULT_TOKENS)
     if options["seed"] is not None:
         given["seed"] = options["seed"]
     if options["stops"]:

@@ -25,6 +25,8 @@ class Speaker:
     name: str
     sampler: Any
     tokenizer: Any
+    context: int | None = None
+    """Tokens that fit, if the server says."""
 
     def prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """A chat as tokens, up to where the assistant speaks."""
@@ -34,6 +36,14 @@ class Speaker:
 
     def text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def room(self, tokens: Sequence[int], wanted: int) -> int:
+        """How many of the wanted tokens fit behind a prompt."""
+        if self.context is None:
+            return wanted
+        if len(tokens) >= self.context:
+            raise TinkerError(f"{len(tokens)} tokens leave no room in the model's context of {self.context}")
+        return min(wanted, self.context - len(tokens))
 
     def sample(self, tokens: Sequence[int], count: int, params: SamplingParams) -> Any:
         """A future of samples."""
@@ -69,10 +79,12 @@ def open_speaker(service: Any, *, model: str | None = None, checkpoint: str | No
     """A checkpoint, a base model, or the server's first model."""
     if checkpoint is not None:
         sampler = service.create_sampling_client(model_path=checkpoint)
-        return Speaker(checkpoint, sampler, sampler.get_tokenizer())
-    name = chosen_model(service, model, use="sampleable").model_name
-    sampler = service.create_sampling_client(base_model=name)
-    return Speaker(name, sampler, sampler.get_tokenizer())
+        base = offered_models(service).get(sampler.get_base_model())
+        context = base.max_context_length if base is not None else None
+        return Speaker(checkpoint, sampler, sampler.get_tokenizer(), context)
+    chosen = chosen_model(service, model, use="sampleable")
+    sampler = service.create_sampling_client(base_model=chosen.model_name)
+    return Speaker(chosen.model_name, sampler, sampler.get_tokenizer(), chosen.max_context_length)
 
 
 def named_speaker(service: Any, name: str) -> Speaker:
