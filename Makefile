@@ -26,7 +26,7 @@ test: setup ## Everything: what check does, the contract tests against the offic
 demo: setup ## From nothing to a tuned model on this machine, with a report in tinsmith-demo/
 	@.venv/bin/tinsmith demo
 
-demo-rl: setup ## The same by reward alone: a model learns to answer with one word
+demo-rl: setup ## The same by reward alone: a model learns to answer rightly and briefly
 	@.venv/bin/tinsmith demo --rl
 
 bench: setup ## Benchmarks: wire and client beside the official SDK, server beside FastAPI, engine beside PEFT, the store

@@ -1,4 +1,4 @@
-"""`tinsmith demo --rl`: a model learns to answer with one word, by reward alone."""
+"""`tinsmith demo --rl`: a model learns to answer rightly and briefly, by reward alone."""
 
 from __future__ import annotations
 
