@@ -99,6 +99,13 @@ def test_a_run_that_was_interrupted_goes_on_exactly(env: dict[str, str]) -> None
     assert "this run is done (40 steps)" in again.stderr
     assert json.loads(again.stdout)["step"] == 40
 
+    state = json.loads(Path("parts/state.json").read_text())
+    Path("parts/state.json").write_text(json.dumps(state | {"sampler": None}))  # ended between training and export
+    (Path("parts") / "adapter" / "adapter_model.safetensors").unlink()
+    last = run("train", "chats.jsonl", "--out", "parts")
+    assert last.exit_code == 0, last.output
+    assert weights("parts") == weights("whole")
+
 
 def test_preferences_are_learned_and_a_full_disk_loses_nothing(env: dict[str, str]) -> None:
     write("pairs.jsonl", pairs(8))

@@ -66,6 +66,7 @@ def train(data: Path, out: Path | None, resume: bool, save_every: int, **given: 
 def _train(screen: Any, path: Path, out: Path, save_every: int, given: dict[str, Any]) -> None:
     from tinsmith.cli.chat_data import DataFile
     from tinsmith.cli.run_state import read_state
+    from tinsmith.cli.speakers import command_line
     from tinsmith.cli.training_run import check_data
 
     state = read_state(out)
@@ -83,11 +84,16 @@ def _train(screen: Any, path: Path, out: Path, save_every: int, given: dict[str,
         _print_state(state)
         return
     began = time.monotonic()
-    with service_client(user_metadata={"purpose": "train"}) as service, _resumable(path, out, options):
-        outcome = _run(screen, service, data, out, save_every, options, state)
-        if outcome is not None:
-            run, result = outcome
-            _print_outcome(screen, run, result, path, time.monotonic() - began)
+    with service_client(user_metadata={"purpose": "train"}) as service, _resumable(path, out):
+        run, outcome = _run(screen, service, data, out, save_every, options, state)
+    if outcome is None:
+        screen.print(
+            f"Stopped after step {run.state.step} of {run.total}; everything is saved. Go on with:\n"
+            f"   {command_line('train', str(path), '--out', str(out))}",
+            soft_wrap=True,
+        )
+        click.get_current_context().exit(INTERRUPTED)
+    _print_outcome(screen, run, outcome, path, time.monotonic() - began)
 
 
 def _options(given: dict[str, Any], state: Any, out: Path) -> dict[str, Any]:
@@ -113,16 +119,18 @@ def _options(given: dict[str, Any], state: Any, out: Path) -> dict[str, Any]:
 
 def _run(
     screen: Any, service: Any, data: Any, out: Path, save_every: int, options: dict[str, Any], state: Any
-) -> tuple[Any, Any] | None:
+) -> tuple[Any, Any]:
+    """The run, and what it leaves behind if it was not stopped."""
     from tinsmith.cli.fine_tuning import Progress, Saved, Watcher
     from tinsmith.cli.progress import ProgressView, duration
     from tinsmith.cli.run_state import RunPlan
-    from tinsmith.cli.speakers import chosen_model, command_line
+    from tinsmith.cli.speakers import chosen_model
     from tinsmith.cli.training_run import TrainingRun, described
 
     model = chosen_model(service, options["model"], use="trainable").model_name
     plan = RunPlan(**{**options, "model": model})
-    run = TrainingRun(service, plan, data, out, state, lambda text: screen.print(text, soft_wrap=True))
+    with screen.status(f"waiting for {model}"):  # shown in terminals only
+        run = TrainingRun(service, plan, data, out, state, lambda text: screen.print(text, soft_wrap=True))
     held_out = f" ({len(run.held_out)} held out)" if run.held_out else ""
     screen.print(
         f"{plan.model}, LoRA rank {plan.rank}: {described(run.items, plan)}{held_out}, {run.tokens} tokens, "
@@ -145,15 +153,7 @@ def _run(
         with _interrupts(view.note) as asked:
             watcher = Watcher(step=stepped, saved=saved, is_stopping=lambda: bool(asked))
             is_done = run.train(watcher, save_every)
-    if is_done:
-        return run, run.finish()
-    assert run.state is not None
-    screen.print(
-        f"Stopped after step {run.state.step} of {run.total}; everything is saved. Go on with:\n"
-        f"   {command_line('train', str(data.path), '--out', str(out))}",
-        soft_wrap=True,
-    )
-    click.get_current_context().exit(INTERRUPTED)
+    return run, run.finish() if is_done else None
 
 
 @contextlib.contextmanager
@@ -176,7 +176,7 @@ def _interrupts(say: Any) -> Iterator[list[bool]]:
 
 
 @contextlib.contextmanager
-def _resumable(path: Path, out: Path, options: dict[str, Any]) -> Iterator[None]:
+def _resumable(path: Path, out: Path) -> Iterator[None]:
     """Whatever ends a run early, say what is kept of it."""
     from tinsmith.cli.run_state import read_state
     from tinsmith.cli.speakers import command_line
@@ -200,6 +200,7 @@ def _resumable(path: Path, out: Path, options: dict[str, Any]) -> Iterator[None]
 
 def _print_outcome(screen: Any, run: Any, outcome: Any, path: Path, took_s: float) -> None:
     from tinsmith.cli.progress import duration
+    from tinsmith.cli.training_run import ends
 
     adapter = outcome.adapter or f"not offered by this server ({outcome.no_adapter})"
     rows = {
@@ -210,13 +211,11 @@ def _print_outcome(screen: Any, run: Any, outcome: Any, path: Path, took_s: floa
     }
     for name, value in rows.items():
         screen.print(f"{name:<12}{value}", soft_wrap=True)
-    held = f", held out {outcome.held_out[0][1]:.4g} to {outcome.held_out[-1][1]:.4g}" if outcome.held_out else ""
-    screen.print(
-        f"Done in {duration(took_s)}: loss {outcome.first_loss:.4g} to {outcome.last_loss:.4g}{held}. Try next:",
-        soft_wrap=True,
-    )
+    held = f", held out {ends(outcome.held_out)}" if outcome.held_out else ""
+    screen.print(f"Done in {duration(took_s)}: loss {ends(outcome.losses)}{held}. Try next:", soft_wrap=True)
     _try_next(screen, path, run.plan, outcome.sampler)
-    _print_state(run.state, adapter=outcome.adapter, report=outcome.report, loss=outcome.last_loss)
+    loss = outcome.losses[-1][1] if outcome.losses else None
+    _print_state(run.state, adapter=outcome.adapter, report=outcome.report, loss=loss)
 
 
 def _try_next(screen: Any, path: Path, plan: Any, sampler: str) -> None:

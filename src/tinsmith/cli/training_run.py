@@ -57,8 +57,7 @@ class Outcome:
     no_adapter: str
     """Why there is no adapter, if so."""
     report: Path
-    first_loss: float
-    last_loss: float
+    losses: Points
     held_out: Points
 
 
@@ -140,8 +139,7 @@ class TrainingRun:
         figures = self._figures(losses, held_out, sampler)
         write_file(report, report_html(f"{self._data.path.name} on {self.plan.model}", figures, curves).encode())
         self._write_state(self.state.checkpoint, self.total, sampler)
-        checkpoint = self.state.checkpoint
-        return Outcome(checkpoint, sampler, adapter, why, report, losses[0][1], losses[-1][1], held_out)
+        return Outcome(self.state.checkpoint, sampler, adapter, why, report, losses, held_out)
 
     def _items(self) -> tuple[list[Any], list[Any]]:
         from tinsmith.client.tokenizing import tokenizer_of
@@ -226,11 +224,16 @@ class TrainingRun:
             "Adapter": f"LoRA, rank {plan.rank}",
             "Data": f"{self._data.path.name}: {len(self.items)} {kind}, {self.tokens} tokens, {plan.epochs} epochs",
             "Steps": f"{self.total} of {plan.batch_size}, learning rate {plan.learning_rate:g} falling to 0",
-            "Loss": f"{losses[0][1]:.4g} to {losses[-1][1]:.4g} {unit}",
+            "Loss": f"{ends(losses)} {unit}",
         }
         if held_out:
-            figures["Held out"] = f"{len(self.held_out)}; loss {held_out[0][1]:.4g} to {held_out[-1][1]:.4g}"
+            figures["Held out"] = f"{len(self.held_out)}; loss {ends(held_out)}"
         return figures | {"Checkpoint": self.state.checkpoint if self.state else "", "To sample from": sampler}
+
+
+def ends(points: Points) -> str:
+    """The first and the last value."""
+    return f"{points[0][1]:.4g} to {points[-1][1]:.4g}" if points else "not known"
 
 
 def described(items: Sequence[Any], plan: RunPlan) -> str:
