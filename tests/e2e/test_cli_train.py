@@ -203,7 +203,7 @@ def test_a_bad_line_is_named(line: str, options: tuple[str, ...], message: str) 
     result = run("train", "bad.jsonl", *options)
     assert result.exit_code == 1
     assert message in result.stderr
-    assert not Path("bad-run/state.json").exists()
+    assert not Path("bad-run").exists()
 
 
 def test_what_is_not_there_is_said() -> None:

@@ -53,24 +53,21 @@ def train(data: Path, out: Path | None, resume: bool, save_every: int, **given: 
 
     Ctrl-C saves and ends; the same command goes on where it ended, exactly.
     """
-    from tinsmith.cli.run_state import opened, read_state
+    from tinsmith.cli.run_state import read_state
 
     out = out or Path(f"{data.stem}-run")
-    screen = console(stderr=wants_json())
-    if resume and read_state(out) is None:
+    state = read_state(out)
+    if resume and state is None:
         raise click.ClickException(f"{out} holds no run to go on with; leave --resume out to begin one")
-    with opened(out):
-        _train(screen, data, out, save_every, given)
+    _train(console(stderr=wants_json()), data, out, save_every, _options(given, state, out), state)
 
 
-def _train(screen: Any, path: Path, out: Path, save_every: int, given: dict[str, Any]) -> None:
+def _train(screen: Any, path: Path, out: Path, save_every: int, options: dict[str, Any], state: Any) -> None:
     from tinsmith.cli.chat_data import DataFile
-    from tinsmith.cli.run_state import read_state
+    from tinsmith.cli.run_state import opened
     from tinsmith.cli.speakers import command_line
     from tinsmith.cli.training_run import check_data
 
-    state = read_state(out)
-    options = _options(given, state, out)
     data = DataFile.read(path)
     if state is not None and state.data_sha256 != data.digest:
         raise click.ClickException(
@@ -84,7 +81,7 @@ def _train(screen: Any, path: Path, out: Path, save_every: int, given: dict[str,
         _print_state(state)
         return
     began = time.monotonic()
-    with service_client(user_metadata={"purpose": "train"}) as service, _resumable(path, out):
+    with opened(out), service_client(user_metadata={"purpose": "train"}) as service, _resumable(path, out):
         run, outcome = _run(screen, service, data, out, save_every, options, state)
     if outcome is None:
         screen.print(

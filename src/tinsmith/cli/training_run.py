@@ -120,7 +120,7 @@ class TrainingRun:
             save_every=save_every,
             held_out=self.held_out,
         )
-        if self.first != done:
+        if self.state is None or self.state.step != done:
             saving = self.training.save_state(checkpoint_name(done))
             scoring = self._objective.score(self.training, self.held_out) if self.held_out else None
             saved(Saved(done, saving.result().path, scoring() if scoring is not None else None))
