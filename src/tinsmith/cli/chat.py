@@ -56,17 +56,16 @@ def _converse(talk: Any) -> None:
     while True:
         try:
             line = input("> " if is_shown else "").strip()
+            if line in ("/quit", "/exit"):
+                return
+            if line:
+                _said(talk, line)
         except EOFError:
             if is_shown:
                 click.echo()
             return
         except KeyboardInterrupt:
             click.echo("\n(Ctrl-D or /quit ends)", err=True)
-            continue
-        if line in ("/quit", "/exit"):
-            return
-        if line:
-            _said(talk, line)
 
 
 def _said(talk: Any, line: str) -> None:
