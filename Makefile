@@ -1,6 +1,6 @@
 # The front door. `make` alone explains.
 .DEFAULT_GOAL := help
-.PHONY: help setup check test bench lines clean demo
+.PHONY: help setup check test bench lines clean demo demo-rl
 PY := .venv/bin/python
 # Two test processes share two cores: threads that wait must not spin.
 PYTEST := GOMP_SPINCOUNT=1000 $(PY) -m pytest -q -n 2 --dist loadfile
@@ -27,6 +27,9 @@ test: setup ## Everything: what check does, the contract tests against the offic
 
 demo: setup ## From nothing to a tuned model on this machine, with a report in tinsmith-demo/
 	@.venv/bin/tinsmith demo
+
+demo-rl: setup ## The same by reward alone: a model learns to answer rightly and briefly
+	@.venv/bin/tinsmith demo --rl
 
 bench: setup ## Benchmarks: wire and client beside the official SDK, server beside FastAPI, engine beside PEFT, the store
 	@tools/official

@@ -1,7 +1,7 @@
-"""Supervised fine-tuning as a loop over four verbs. What is shown of it is the caller's affair.
+"""Fine-tuning as a loop over four verbs. What is shown of it and where it is kept is the caller's affair.
 
 Batches are drawn by a seed, so that a run that is resumed sees the same ones.
-Does not know: terminals, files.
+Does not know: terminals, files, what is learned (an `Objective` does).
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from tinsmith.cli.chat_data import Example
 from tinsmith.types import AdamParams
 
-AHEAD = 2
-"""Steps on their way at once: the next is there when the last one is done."""
+T = TypeVar("T")
+
+Measured = tuple[float, Mapping[str, float]]
+"""A loss, and other figures by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,15 +30,35 @@ class Plan:
     learning_rate: float = 5e-4
     seed: int = 0
 
-    def batches(self, examples: Sequence[Example]) -> list[list[Example]]:
+    def batches(self, items: Sequence[T]) -> list[list[T]]:
         """Every batch of every epoch, in order."""
         chosen = random.Random(self.seed)
         batches = []
         for _ in range(self.epochs):
-            order = list(examples)
+            order = list(items)
             chosen.shuffle(order)
             batches += [order[start : start + self.batch_size] for start in range(0, len(order), self.batch_size)]
         return batches
+
+
+def split(items: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
+    """What is learned and what is held out; the same for the same seed."""
+    count = min(len(items) - 1, max(1, round(share * len(items)))) if share else 0
+    held = set(random.Random(f"held out {seed}").sample(range(len(items)), count))
+    return [x for i, x in enumerate(items) if i not in held], [x for i, x in enumerate(items) if i in held]
+
+
+class Objective(Protocol):
+    """What is learned from a batch. Operations are sent when called; what is returned waits for their results."""
+
+    ahead: int
+    """Steps that may be on their way at once."""
+
+    def step(self, training: Any, batch: Sequence[Any], params: AdamParams) -> Callable[[], Measured]: ...
+
+    def score(self, training: Any, items: Sequence[Any]) -> Callable[[], Measured]: ...
+
+    def tokens(self, batch: Sequence[Any]) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,46 +68,80 @@ class Progress:
     step: int
     total: int
     loss: float
-    """Mean over the tokens that count."""
+    """Mean over the tokens that count, or over pairs."""
     tokens: int
     tokens_per_s: float
     left_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint to go on from, and the held-out loss there."""
+
+    step: int
+    path: str
+    held_out: Measured | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watcher:
+    """Who is told, and who may end it."""
+
+    step: Callable[[Progress], None] = lambda _: None
+    saved: Callable[[Saved], None] = lambda _: None
+    is_stopping: Callable[[], bool] = lambda: False
+
+
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:06d}"
 
 
 @dataclass(slots=True)
-class Curve:
-    """The steps so far."""
-
-    steps: list[Progress] = field(default_factory=list)
-
-    @property
-    def losses(self) -> list[float]:
-        return [step.loss for step in self.steps]
+class _UnderWay:
+    number: int
+    finish: Callable[[], Measured]
+    saving: Any = None
+    scoring: Callable[[], Measured] | None = None
 
 
 def fine_tune(
-    training: Any, examples: Sequence[Example], plan: Plan, show: Callable[[Progress], None], *, first: int = 0
-) -> Curve:
-    """Train from step `first` on. The next step is on its way before the last one has answered."""
-    batches = plan.batches(examples)
-    curve, began, tokens = Curve(), time.monotonic(), 0
-    under_way: deque[tuple[Any, Any]] = deque()
-    for index in range(first, len(batches)):
-        while len(under_way) < AHEAD and index + len(under_way) < len(batches):
-            under_way.append(_submit(training, batches, index + len(under_way), plan))
-        passed, stepped = under_way.popleft()
-        counted = sum(example.counted for example in batches[index])
-        loss = passed.result().metrics["loss:sum"] / max(1.0, counted)
-        stepped.result()
-        tokens += sum(len(example.tokens) for example in batches[index])
+    training: Any,
+    objective: Objective,
+    batches: Sequence[Sequence[Any]],
+    plan: Plan,
+    watcher: Watcher,
+    *,
+    first: int = 0,
+    save_every: int = 0,
+    held_out: Sequence[Any] = (),
+) -> int:
+    """Train from step `first` on; the number of steps that are done at the end.
+
+    The next step is on its way before the last one has answered. Every `save_every` steps, but not after the last, the
+    state is saved; that takes its place in the order between two steps. When the watcher stops it, what is under way is
+    finished and nothing more begun.
+    """
+    under_way: deque[_UnderWay] = deque()
+    begun, began, tokens = first, time.monotonic(), 0
+    while True:
+        while begun < len(batches) and len(under_way) < objective.ahead and not watcher.is_stopping():
+            rate = plan.learning_rate * (1 - begun / len(batches))
+            params = AdamParams(learning_rate=rate, grad_clip_norm=1.0)
+            step = _UnderWay(begun + 1, objective.step(training, batches[begun], params))
+            begun += 1
+            if save_every and begun % save_every == 0 and begun < len(batches):
+                step.saving = training.save_state(checkpoint_name(begun))
+                step.scoring = objective.score(training, held_out) if held_out else None
+            under_way.append(step)
+        if not under_way:
+            return begun
+        step = under_way.popleft()
+        loss, metrics = step.finish()
+        tokens += objective.tokens(batches[step.number - 1])
         spent = time.monotonic() - began
-        left = spent / (index + 1 - first) * (len(batches) - index - 1)
-        curve.steps.append(Progress(index + 1, len(batches), loss, tokens, tokens / spent, left))
-        show(curve.steps[-1])
-    return curve
-
-
-def _submit(training: Any, batches: list[list[Example]], index: int, plan: Plan) -> tuple[Any, Any]:
-    rate = plan.learning_rate * (1 - index / len(batches))
-    passed = training.forward_backward([example.datum() for example in batches[index]], "cross_entropy")
-    return passed, training.optim_step(AdamParams(learning_rate=rate, grad_clip_norm=1.0))
+        left = spent / (step.number - first) * (len(batches) - step.number)
+        watcher.step(Progress(step.number, len(batches), loss, tokens, tokens / spent, left, metrics))
+        if step.saving is not None:
+            path = step.saving.result().path
+            watcher.saved(Saved(step.number, path, step.scoring() if step.scoring else None))

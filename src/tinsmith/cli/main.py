@@ -14,16 +14,20 @@ from tinsmith.version import PROTOCOL_VERSION, __version__
 COMMANDS = {
     "auth": ("tinsmith.cli.auth", "auth", "The key that this machine uses: log in, log out, check."),
     "billing": ("tinsmith.cli.billing", "billing", "Usage by the hour and storage, as a server counts them."),
+    "chat": ("tinsmith.cli.chat", "chat", "Talk to a model or a checkpoint, or to two at once."),
     "checkpoint": ("tinsmith.cli.checkpoint", "checkpoint", "Checkpoints: list, download, export, delete and more."),
     "completion": ("tinsmith.cli.completion", "completion", "Print the script that completes commands in a shell."),
     "demo": ("tinsmith.cli.demo", "demo", "Fine-tune a small model here and compare it with what it was."),
     "doctor": ("tinsmith.cli.doctor", "doctor", "Check the installation, the data directory and the server."),
+    "eval": ("tinsmith.cli.evaluate", "evaluate", "Measure models on a file of examples."),
     "key": ("tinsmith.cli.key", "key", "Keys of a server: create, list, revoke."),
     "model": ("tinsmith.cli.model", "model", "Base models of a server: list."),
     "run": ("tinsmith.cli.run", "run", "Training runs: list, show, plot, watch, end."),
+    "sample": ("tinsmith.cli.sample", "sample", "Ask a model or a checkpoint."),
     "serve": ("tinsmith.cli.serve", "serve", "Run a Tinker server for official and own clients."),
     "session": ("tinsmith.cli.session", "session", "Sessions: list, show, finish, export a trace."),
     "status": ("tinsmith.cli.status", "status", "Is the server up, and what does it do?"),
+    "train": ("tinsmith.cli.train", "train", "Fine-tune a model on a JSONL file, resumably."),
     "usage": ("tinsmith.cli.usage", "usage", "Tokens, storage and cost, summed up."),
 }
 """Name of a command, where it is, and what the overview says about it."""

@@ -86,13 +86,9 @@ def _svg(name: str, values: Sequence[float]) -> str:
     """The report's curve as a picture that stands alone."""
     from tinsmith.cli.report import curve_svg
 
-    drawn = curve_svg([value for value in values if math.isfinite(value)])
-    label = f'role="img" aria-label="{escape(name, quote=True)} over steps"'
-    return drawn.replace(
-        'role="img" aria-label="loss over steps"',
-        f'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" {label}',
-        1,
-    )
+    points = [(step, value) for step, value in enumerate(values, 1) if math.isfinite(value)]
+    alone = '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" '
+    return curve_svg(name, points).replace("<svg ", alone, 1)
 
 
 def _page(title: str, drawn: Mapping[str, str]) -> str:

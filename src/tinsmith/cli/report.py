@@ -1,4 +1,4 @@
-"""A run as one HTML file: figures, the loss curve as SVG, answers before and after. No scripts, nothing fetched."""
+"""A run as one HTML file: figures, curves as SVG, answers before and after. No scripts, nothing fetched."""
 
 from __future__ import annotations
 
@@ -7,41 +7,51 @@ from html import escape
 
 WIDTH, HEIGHT, MARGIN = 720, 260, 44
 
+Points = Sequence[tuple[float, float]]
+"""Step and value."""
 
-def curve_svg(losses: Sequence[float]) -> str:
-    """The loss over steps."""
-    if not losses:
+
+def curve_svg(name: str, points: Points) -> str:
+    """Values over steps."""
+    if not points:
         return ""
-    low, high = min(losses), max(losses)
-    span = (high - low) or 1.0
+    values = [value for _, value in points]
+    first, last = points[0][0], points[-1][0]
+    low, high = min(values), max(values)
+    span, width = (high - low) or 1.0, (last - first) or 1.0
 
-    def point(index: int, loss: float) -> str:
-        x = MARGIN + index * (WIDTH - 2 * MARGIN) / max(1, len(losses) - 1)
-        y = HEIGHT - MARGIN - (loss - low) * (HEIGHT - 2 * MARGIN) / span
+    def place(step: float, value: float) -> str:
+        x = MARGIN + (step - first) * (WIDTH - 2 * MARGIN) / width
+        y = HEIGHT - MARGIN - (value - low) * (HEIGHT - 2 * MARGIN) / span
         return f"{x:.1f},{y:.1f}"
 
-    points = " ".join(point(index, loss) for index, loss in enumerate(losses))
+    line = " ".join(place(step, value) for step, value in points)
     bottom, right = HEIGHT - MARGIN, WIDTH - MARGIN
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="loss over steps">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)} over steps">'
         f'<path d="M{MARGIN},{MARGIN} V{bottom} H{right}" fill="none" stroke="#999"/>'
-        f'<polyline points="{points}" fill="none" stroke="#b4541a" stroke-width="2"/>'
+        f'<polyline points="{line}" fill="none" stroke="#b4541a" stroke-width="2"/>'
         f'<text x="{MARGIN - 6}" y="{MARGIN + 4}" text-anchor="end">{high:.2f}</text>'
         f'<text x="{MARGIN - 6}" y="{bottom + 4}" text-anchor="end">{low:.2f}</text>'
-        f'<text x="{MARGIN}" y="{bottom + 18}">step 1</text>'
-        f'<text x="{right}" y="{bottom + 18}" text-anchor="end">step {len(losses)}</text></svg>'
+        f'<text x="{MARGIN}" y="{bottom + 18}">step {first:g}</text>'
+        f'<text x="{right}" y="{bottom + 18}" text-anchor="end">step {last:g}</text></svg>'
     )
+
+
+def numbered(values: Sequence[float]) -> Points:
+    """Values of steps 1, 2, ..."""
+    return list(enumerate(values, start=1))
 
 
 def report_html(
-    title: str, figures: Mapping[str, str], losses: Sequence[float], answers: Sequence[tuple[str, str, str]]
+    title: str,
+    figures: Mapping[str, str],
+    curves: Mapping[str, Points],
+    answers: Sequence[tuple[str, str, str]] = (),
 ) -> str:
     """The whole page; `answers` are prompts with what was said before and after."""
     facts = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in figures.items())
-    rows = "".join(
-        f"<tr><td>{escape(prompt)}</td><td>{escape(before)}</td><td>{escape(after)}</td></tr>"
-        for prompt, before, after in answers
-    )
+    plots = "\n".join(f"<h2>{escape(name)}</h2>\n{curve_svg(name, points)}" for name, points in curves.items())
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{escape(title)}</title>
@@ -54,9 +64,16 @@ svg {{ width: 100%; font-size: 12px; fill: #555; }}
 </style>
 <h1>{escape(title)}</h1>
 <table>{facts}</table>
-<h2>Loss</h2>
-{curve_svg(losses)}
-<h2>Before and after</h2>
-<table><tr><th>Prompt</th><th>Before</th><th>After</th></tr>{rows}</table>
-</html>
+{plots}
+{_answers(answers)}</html>
 """
+
+
+def _answers(answers: Sequence[tuple[str, str, str]]) -> str:
+    if not answers:
+        return ""
+    rows = "".join(
+        f"<tr><td>{escape(prompt)}</td><td>{escape(before)}</td><td>{escape(after)}</td></tr>"
+        for prompt, before, after in answers
+    )
+    return f"<h2>Before and after</h2>\n<table><tr><th>Prompt</th><th>Before</th><th>After</th></tr>{rows}</table>\n"

@@ -1,0 +1,232 @@
+"""`tinsmith train`: options, what is shown, and what Ctrl-C does."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tinsmith.cli.connection import connected, service_client
+from tinsmith.cli.main import INTERRUPTED
+from tinsmith.cli.output import console, formatted, print_json, wants_json
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "sft": {"learning_rate": 5e-4, "epochs": 3, "batch_size": 8},
+    "dpo": {"learning_rate": 5e-5, "epochs": 1, "batch_size": 4},
+}
+SHARED: dict[str, Any] = {"rank": 32, "eval_split": 0.0, "seed": 0, "beta": 0.1}
+
+
+@click.command()
+@click.argument("data", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Results and state.  [default: DATA-run]")
+@click.option("--resume", is_flag=True, help="Demand that there is a run in --out to go on with.")
+@click.option("--dpo", is_flag=True, help="Learn from preference pairs instead of texts.")
+@click.option("--model", help="Base model.  [default: the server's first]")
+@click.option("--rank", type=click.IntRange(1, 512), help="Rank of the LoRA adapter.  [default: 32]")
+@click.option(
+    "--lr", "learning_rate", type=click.FloatRange(min=0, min_open=True),
+    help="Learning rate at the start; it falls to 0.  [default: 5e-4; with --dpo 5e-5]",
+)  # fmt: skip
+@click.option("--epochs", type=click.IntRange(min=1), help="Times through the data.  [default: 3; with --dpo 1]")
+@click.option("--batch-size", type=click.IntRange(min=1), help="Examples per step.  [default: 8; with --dpo 4]")
+@click.option(
+    "--eval-split", type=click.FloatRange(0, 1, max_open=True),
+    help="Share of the data that is held out and measured.  [default: 0]",
+)  # fmt: skip
+@click.option("--beta", type=click.FloatRange(min=0, min_open=True), help="DPO's beta.  [default: 0.1]")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the adapter and the order of the data.  [default: 0]")
+@click.option("--truncate", is_flag=True, help="Cut examples that are longer than the model's context.")
+@click.option("--save-every", type=click.IntRange(min=1), default=25, show_default=True, help="Steps per checkpoint.")
+@formatted
+@connected
+def train(data: Path, out: Path | None, resume: bool, save_every: int, **given: Any) -> None:
+    """Fine-tune a model on DATA, a JSONL file.
+
+    Each line is a chat ({"messages": [...]}) or a text ({"prompt": ..., "completion": ...}); with --dpo a pair
+    ({"prompt": ..., "chosen": ..., "rejected": ...}).
+
+    Ctrl-C saves and ends; the same command goes on where it ended, exactly.
+    """
+    from tinsmith.cli.run_state import read_state
+
+    out = out or Path(f"{data.stem}-run")
+    state = read_state(out)
+    if resume and state is None:
+        raise click.ClickException(f"{out} holds no run to go on with; leave --resume out to begin one")
+    _train(console(stderr=wants_json()), data, out, save_every, _options(given, state, out), state)
+
+
+def _train(screen: Any, path: Path, out: Path, save_every: int, options: dict[str, Any], state: Any) -> None:
+    from tinsmith.cli.chat_data import DataFile
+    from tinsmith.cli.run_state import opened
+    from tinsmith.cli.speakers import command_line
+    from tinsmith.cli.training_run import check_data
+
+    data = DataFile.read(path)
+    if state is not None and state.data_sha256 != data.digest:
+        raise click.ClickException(
+            f"{path} is not the data that the run in {out} began with ({state.data}), so it cannot go on exactly; "
+            "bring that file back, or begin a new run with another --out"
+        )
+    check_data(data, options["method"])
+    if state is not None and state.sampler is not None:
+        screen.print(f"{out}: this run is done ({state.total} steps). Another one needs another --out.", soft_wrap=True)
+        _try_next(screen, path, state.plan, state.sampler)
+        _print_state(state)
+        return
+    began = time.monotonic()
+    with opened(out), service_client(user_metadata={"purpose": "train"}) as service, _resumable(path, out):
+        run, outcome = _run(screen, service, data, out, save_every, options, state)
+    if outcome is None:
+        screen.print(
+            f"Stopped after step {run.state.step} of {run.total}; everything is saved. Go on with:\n"
+            f"   {command_line('train', str(path), '--out', str(out))}",
+            soft_wrap=True,
+        )
+        click.get_current_context().exit(INTERRUPTED)
+    _print_outcome(screen, run, outcome, path, time.monotonic() - began)
+
+
+def _options(given: dict[str, Any], state: Any, out: Path) -> dict[str, Any]:
+    """The run's plan: what is given, else what the run began with, else defaults."""
+    chosen = {name: value for name, value in given.items() if value is not None and value is not False}
+    if chosen.pop("dpo", False):
+        chosen["method"] = "dpo"
+    if state is None:
+        method = chosen.setdefault("method", "sft")
+        if "beta" in chosen and method != "dpo":
+            raise click.UsageError("--beta is for --dpo")
+        return {"model": None, "truncate": False, **SHARED, **DEFAULTS[method], **chosen}
+    before = {name: getattr(state.plan, name) for name in state.plan.__struct_fields__}
+    for name, value in chosen.items():
+        if before[name] != value:
+            flag = {"learning_rate": "--lr", "method": "--dpo"}.get(name, f"--{name.replace('_', '-')}")
+            raise click.ClickException(
+                f"the run in {out} began with {name} {before[name]}, and {flag} now says {value}; "
+                "leave it out to go on, or begin a new run with another --out"
+            )
+    return before
+
+
+def _run(
+    screen: Any, service: Any, data: Any, out: Path, save_every: int, options: dict[str, Any], state: Any
+) -> tuple[Any, Any]:
+    """The run, and what it leaves behind if it was not stopped."""
+    from tinsmith.cli.fine_tuning import Progress, Saved, Watcher
+    from tinsmith.cli.progress import ProgressView, duration
+    from tinsmith.cli.run_state import RunPlan
+    from tinsmith.cli.speakers import chosen_model
+    from tinsmith.cli.training_run import TrainingRun, described
+
+    model = chosen_model(service, options["model"], use="trainable").model_name
+    plan = RunPlan(**{**options, "model": model})
+    with screen.status(f"waiting for {model}"):  # shown in terminals only
+        run = TrainingRun(service, plan, data, out, state, lambda text: screen.print(text, soft_wrap=True))
+    held_out = f" ({len(run.held_out)} held out)" if run.held_out else ""
+    screen.print(
+        f"{plan.model}, LoRA rank {plan.rank}: {described(run.items, plan)}{held_out}, {run.tokens} tokens, "
+        f"{plan.epochs} x, {run.total} steps",
+        soft_wrap=True,
+    )
+    if state is not None:
+        screen.print(f"going on after step {state.step} of {run.total}", soft_wrap=True)
+    with ProgressView(screen, run.total, run.first) as view:
+
+        def stepped(step: Progress) -> None:
+            extra = f"  right {step.metrics['accuracy']:.0%}" if "accuracy" in step.metrics else ""
+            rest = f"{step.tokens_per_s:.0f} tokens/s, {duration(step.left_s)} left"
+            view.step(step.step, f"loss {step.loss:.4f}{extra}", rest)
+
+        def saved(point: Saved) -> None:
+            held = f", held-out loss {point.held_out[0]:.4f}" if point.held_out is not None else ""
+            view.note(f"step {point.step}: saved{held}")
+
+        with _interrupts(view.note) as asked:
+            watcher = Watcher(step=stepped, saved=saved, is_stopping=lambda: bool(asked))
+            is_done = run.train(watcher, save_every)
+    return run, run.finish() if is_done else None
+
+
+@contextlib.contextmanager
+def _interrupts(say: Any) -> Iterator[list[bool]]:
+    """The first Ctrl-C asks to stop, which the list then says; the second one stops at once."""
+    asked: list[bool] = []
+
+    def interrupted(*_: object) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(True)
+        with contextlib.suppress(RuntimeError):  # it came while something was being printed
+            say("Ctrl-C: finishing the steps under way and saving; again to leave at once")
+
+    before = signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
+def _resumable(path: Path, out: Path) -> Iterator[None]:
+    """Whatever ends a run early, say what is kept of it."""
+    from tinsmith.cli.run_state import read_state
+    from tinsmith.cli.speakers import command_line
+    from tinsmith.errors import RetryableException, TinkerError
+
+    def hint() -> str:
+        state = read_state(out)
+        if state is None:
+            return "Nothing was saved yet."
+        again = command_line("train", str(path), "--out", str(out))
+        return f"Saved up to step {state.step} of {state.total} ({state.checkpoint}). Go on with:\n   {again}"
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        click.echo(hint(), err=True)
+        raise
+    except (TinkerError, RetryableException) as error:
+        raise click.ClickException(f"{error}\n{hint()}") from error
+
+
+def _print_outcome(screen: Any, run: Any, outcome: Any, path: Path, took_s: float) -> None:
+    from tinsmith.cli.progress import duration
+    from tinsmith.cli.training_run import ends
+
+    adapter = outcome.adapter or f"not offered by this server ({outcome.no_adapter})"
+    rows = {
+        "checkpoint": outcome.checkpoint,
+        "to sample": outcome.sampler,
+        "adapter": adapter,
+        "report": outcome.report,
+    }
+    for name, value in rows.items():
+        screen.print(f"{name:<12}{value}", soft_wrap=True)
+    held = f", held out {ends(outcome.held_out)}" if outcome.held_out else ""
+    screen.print(f"Done in {duration(took_s)}: loss {ends(outcome.losses)}{held}. Try next:", soft_wrap=True)
+    _try_next(screen, path, run.plan, outcome.sampler)
+    loss = outcome.losses[-1][1] if outcome.losses else None
+    _print_state(run.state, adapter=outcome.adapter, report=outcome.report, loss=loss)
+
+
+def _try_next(screen: Any, path: Path, plan: Any, sampler: str) -> None:
+    from tinsmith.cli.speakers import command_line
+
+    lines = {"talk to it": command_line("chat", "--checkpoint", sampler)}
+    if plan.method == "sft":
+        lines["measure it"] = command_line("eval", str(path), "--checkpoint", sampler, "--model", plan.model)
+    for name, line in lines.items():
+        screen.print(f"   {name}:  {line}", soft_wrap=True)
+
+
+def _print_state(state: Any, **more: Any) -> None:
+    if wants_json():
+        import msgspec
+
+        print_json({**msgspec.to_builtins(state), **more})
