@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tinsmith.errors import InvalidInputError
@@ -63,6 +63,23 @@ class Files:
     def loads(self, model_id: str) -> Path:
         """Second names for what a run loaded, so that its journal can be replayed when the checkpoint is gone."""
         return self.root / "loads" / _segment(model_id)
+
+    def snapshot(self, model_id: str, name: str) -> Path:
+        return self.root / "snapshots" / _segment(model_id) / name
+
+    def snapshots(self, model_id: str) -> Path:
+        """Where the snapshots of a run are."""
+        return self.root / "snapshots" / _segment(model_id)
+
+    def remove_leftovers(self, snapshots: Collection[str]) -> list[Path]:
+        """Delete what a crash left half done, and snapshots that no run names. Not while an engine writes."""
+        left = [path for depth in ("*", "*/*", "*/*/*", "*/*/*/*") for path in self.root.glob(f"{depth}.partial")]
+        left = [path for path in left if path.name.startswith(".")]
+        known = {Path(name).parts[-2:] for name in snapshots}  # whatever the data directory was called then
+        left += [path for path in (self.root / "snapshots").glob("*/*") if path.parts[-2:] not in known]
+        for path in left:
+            remove_tree(path)
+        return left
 
     def trace(self, session_id: str) -> Path:
         return self.root / "traces" / f"{_segment(session_id)}.json"
