@@ -219,8 +219,9 @@ class Run:
                 if is_new or (not is_waiting and attempt >= len(RETRY_S)):
                     await self._fail(error)
                     break
-                self.reason = f"the run cannot be restored yet, trying again: {error}"
-                logger.warning("restoring %s: %s", self.row.model_id, error)
+                was, self.reason = self.reason, f"the run cannot be restored yet, trying again: {error}"
+                if was != self.reason:
+                    logger.warning("%s: %s", self.row.model_id, self.reason, extra={"event": "restore_delayed"})
                 if not is_waiting:
                     await self._unload()  # what was made of it half
             await asyncio.sleep(pause_s(attempt))

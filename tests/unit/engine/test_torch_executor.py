@@ -106,7 +106,7 @@ def test_a_pass_under_way_keeps_its_model_in_memory(home: Path, request: pytest.
     steps = engine.train(passes[0])
     next(steps)
     train(engine, second.forward_backward(datum(PROBE)))
-    assert [b"{}", finish(steps).body, *bodies(engine, passes[1:])] == expected
+    assert [finish(steps).body, *bodies(engine, passes[1:])] == expected[1:]
 
 
 def _two_passes(jobs: Jobs) -> list[AnyJob]:
