@@ -1,6 +1,6 @@
 # The front door. `make` alone explains.
 .DEFAULT_GOAL := help
-.PHONY: help setup check test bench lines clean demo
+.PHONY: help setup check test torture bench lines clean demo
 PY := .venv/bin/python
 
 help: ## Say what each command does
@@ -22,6 +22,10 @@ test: setup ## Everything: what check does, the contract tests against the offic
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/mypy
 	@$(PY) -m pytest -q -n 2 --dist loadfile tests
+
+torture: setup ## Kill engine and server 100 times under load, and compare with an undisturbed run (a quarter of an hour)
+	@tools/official
+	@PYTHONPATH=tests $(PY) -m support.torture --kills 100
 
 demo: setup ## From nothing to a tuned model on this machine, with a report in tinsmith-demo/
 	@.venv/bin/tinsmith demo
