@@ -270,7 +270,7 @@ def torture(folder: Path, model: Path, kills: list[str], seed: int = SEED, say: 
                 "count": got["count"],
                 "equal": f"{equal} of {got['count']}",
                 "digest": f"{end[:16]} {'=' if end == expected_end else '!='} {expected_end[:16]}",
-                "is_same": equal == got["count"] and end == expected_end,
+                "is_same": equal == got["count"] and end == expected_end and got["resumed"] == wanted["resumed"],
             }
         )
     return report

@@ -61,7 +61,28 @@ def main() -> None:
         time.sleep(PAUSE_S)
     rounds += [told(futures) for futures in waiting]
     end = trainer.save_state("end").result().path
-    print(json.dumps({"count": count, "rounds": rounds, "end": end}))
+    resumed = {
+        "as it was": one_step(service.create_training_client_from_state_with_optimizer(end)),
+        "loaded": one_step(loaded(trainer, end)),
+        "weights only": one_step(service.create_training_client_from_state(end)),
+    }
+    assert resumed["as it was"] == resumed["loaded"], "a state that was saved did not come back as it was"
+    assert resumed["weights only"]["step"]["step"] == 1.0
+    assert resumed["weights only"]["metrics"] == resumed["as it was"]["metrics"], "the weights differ"
+    print(json.dumps({"count": count, "rounds": rounds, "end": end, "resumed": resumed}))
+
+
+def loaded(trainer: Any, path: str) -> Any:
+    """The trainer itself, some steps further and back again."""
+    one_step(trainer)
+    trainer.load_state_with_optimizer(path).result()
+    return trainer
+
+
+def one_step(trainer: Any) -> dict[str, Any]:
+    passed = trainer.forward_backward([datum(1), datum(2)], "cross_entropy")
+    stepped = trainer.optim_step(types.AdamParams(learning_rate=0.01))
+    return {"metrics": passed.result().metrics, "step": stepped.result().metrics}
 
 
 def told(futures: dict[str, Any]) -> dict[str, Any]:

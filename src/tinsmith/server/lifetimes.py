@@ -68,7 +68,10 @@ class Sweeper:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self.flush()
+        try:
+            await self.flush()
+        except StoreError as error:
+            logger.error("the last signs of life were not written: %s", error)
 
     async def _rounds(self) -> None:
         while True:

@@ -16,7 +16,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from support.durable import OFTEN, begun, crash
-from support.in_process import BreakableStore, Client, Recorder, Server, datum, forward_backward, optim_step, serving
+from support.in_process import (
+    BreakableStore,
+    Client,
+    Recorder,
+    Server,
+    datum,
+    forward_backward,
+    optim_step,
+    serving,
+    settled,
+)
 
 from tinsmith.engine.base import AnyJob, Done, JobFailedError, SaveState
 from tinsmith.server import jobs as jobs_module
@@ -67,23 +77,44 @@ class Durable(RuleBasedStateMachine):
         self.promises.append(answer)
         self.asked.append(what)
 
-    @rule(token=st.integers(1, 400), is_forward=st.booleans())
-    def ask_for_a_pass(self, token: int, is_forward: bool) -> None:
-        message = forward_backward(self.model, None, datum(5, 9, token))
-        if is_forward:
-            message = {"forward_input": message["forward_backward_input"]}
-        route = "forward" if is_forward else "forward_backward"
-        self.runner.run(self._ask(route, message, (route, token)))
+    @rule(kinds=st.lists(st.sampled_from(["forward_backward", "forward", "optim_step", "save"]), max_size=6))
+    def ask(self, kinds: list[str]) -> None:
+        """Without waiting for anything."""
 
-    @rule(rate=st.sampled_from([0.1, 0.01]))
-    def ask_for_a_step(self, rate: float) -> None:
-        message = optim_step(self.model, None, learning_rate=rate)
-        self.runner.run(self._ask("optim_step", message, ("optim_step", rate)))
+        async def ask_all() -> None:
+            for kind in kinds:
+                await self._ask_for(kind, len(self.asked) % 100 + 1)
 
-    @rule()
-    def ask_for_a_save(self) -> None:
+        self.runner.run(ask_all())
+
+    @rule(tokens=st.lists(st.integers(1, 400), min_size=1, max_size=3), has_snapshots=st.booleans())
+    def train(self, tokens: list[int], has_snapshots: bool) -> None:
+        """Passes and steps one after another, with snapshots or into the journal only."""
+
+        async def train_all() -> None:
+            await self._get_all()
+            run = self.server.services.runs.known(self.model)
+            if run is not None:
+                run._snapshots.cost.not_before_s = 0.0 if has_snapshots else 1e9
+            for token in tokens:
+                await self._ask_for("forward_backward", token)
+                await self._get_all()
+                await self._ask_for("optim_step", token)
+                await self._get_all()
+
+        self.runner.run(train_all())
+
+    async def _ask_for(self, kind: str, token: int) -> None:
         name = f"state-{len(self.asked)}"
-        self.runner.run(self._ask("save_weights", {"path": name}, ("save", name)))
+        passed = forward_backward(self.model, None, datum(5, 9, token))
+        rate = 0.1 / token
+        message, value = {
+            "forward_backward": (passed, token),
+            "forward": ({"forward_input": passed["forward_backward_input"]}, token),
+            "optim_step": (optim_step(self.model, None, learning_rate=rate), rate),
+            "save": ({"path": name}, name),
+        }[kind]
+        await self._ask("save_weights" if kind == "save" else kind, message, (kind, value))
 
     @precondition(lambda self: any(kind == "save" for kind, _ in self.asked))
     @rule(data=st.data(), optimizer=st.booleans())
@@ -93,51 +124,31 @@ class Durable(RuleBasedStateMachine):
         message = {"path": f"tinker://{self.model}/weights/{name}", "optimizer": optimizer}
         self.runner.run(self._ask("load_weights", message, ("load", (name, optimizer))))
 
-    @rule()
-    def wait(self) -> None:
-        self.runner.run(self._get_all())
+    @rule(turns=st.integers(0, 40), what=st.sampled_from(["engine", "server", "store", "disk"]))
+    def break_something(self, turns: int, what: str) -> None:
+        async def after_a_while() -> None:
+            await settled(turns)
+            await {"engine": self._lose, "server": self._crash, "store": self._away, "disk": self._full}[what]()
 
-    @rule(turns=st.integers(0, 40))
-    def let_things_run(self, turns: int) -> None:
-        async def turn() -> None:
-            for _ in range(turns):
-                await asyncio.sleep(0)
+        self.runner.run(after_a_while())
 
-        self.runner.run(turn())
+    async def _lose(self) -> None:
+        self.backend.lose()
 
-    @rule()
-    def lose_the_engine(self) -> None:
-        async def lose() -> None:
-            self.backend.lose()
+    async def _crash(self) -> None:
+        crash(self.server)
+        self.backend.lose()
+        await self._serving.__aexit__(None, None, None)
+        await self._start()
+        self.ann = Client(self.server, self.ann.key)
 
-        self.runner.run(lose())
+    async def _away(self) -> None:
+        self.store.is_down = True
+        await settled(30)
+        self.store.is_down = False
 
-    @rule(turns=st.integers(0, 40))
-    def crash_the_server(self, turns: int) -> None:
-        async def restart() -> None:
-            for _ in range(turns):
-                await asyncio.sleep(0)
-            crash(self.server)
-            self.backend.lose()
-            await self._serving.__aexit__(None, None, None)
-            await self._start()
-            self.ann = Client(self.server, self.ann.key)
-
-        self.runner.run(restart())
-
-    @rule()
-    def take_the_store_away_for_a_while(self) -> None:
-        async def away() -> None:
-            self.store.is_down = True
-            for _ in range(30):
-                await asyncio.sleep(0)
-            self.store.is_down = False
-
-        self.runner.run(away())
-
-    @rule(is_full=st.booleans())
-    def fill_or_empty_the_disk(self, is_full: bool) -> None:
-        self.backend.is_full = is_full
+    async def _full(self) -> None:
+        self.backend.is_full = not self.backend.is_full
 
     async def _get_all(self) -> list[bytes]:
         async with asyncio.timeout(20):
@@ -159,6 +170,12 @@ class Durable(RuleBasedStateMachine):
         if not hasattr(self, "runner"):
             return
         try:
+            print(
+                "SNAP",
+                self.server.services.metrics.snapshots.labels("kept")._value.get(),
+                self.server.services.metrics.replayed._value.get(),
+                len(self.asked),
+            )
             bodies, digest = self.runner.run(self._end())
             wanted, end = self.runner.run(reference(self.asked))
             assert digest == end
@@ -206,8 +223,8 @@ def _no_pauses() -> Any:
 
 
 Durable.TestCase.settings = settings(
-    max_examples=40,
-    stateful_step_count=25,
+    max_examples=20,
+    stateful_step_count=12,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
