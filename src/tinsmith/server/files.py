@@ -113,7 +113,10 @@ class Files:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """The files of a directory under a second name: hard links, copies where the file system has none."""
+    """The files of a directory under a second name: hard links, copies where the file system has none.
+
+    They are on the disk when this returns: a journal that depends on them is written next.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         place = target / path.name
@@ -122,6 +125,17 @@ def link_tree(source: Path, target: Path) -> None:
                 os.link(path, place)
             except OSError:
                 shutil.copy2(path, place)
+                _sync(place)
+    for directory in (target, target.parent, target.parent.parent):
+        _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def remove_tree(path: Path) -> None:

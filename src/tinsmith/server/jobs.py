@@ -160,7 +160,9 @@ class Jobs:
         try:
             await self._store.write(statement("insert_job", row), *draft.statements)
         except ConstraintError:
-            return await self._existing(draft)
+            existing = await self._existing(draft)
+            self._take_up(existing, draft, enqueue)
+            return existing
         assert draft.make_job is not None
         work = Work(
             row=row,
@@ -171,6 +173,15 @@ class Jobs:
         self.reopen(work)
         enqueue(work)
         return row
+
+    def _take_up(self, row: JobRow, draft: Draft, enqueue: Enqueue) -> None:
+        """Queue a request that was journalled by a write which seemed to fail, now that its client sent it again."""
+        is_same = (row.digest, row.kind, row.state) == (draft.digest, draft.kind, "queued")
+        is_known = self._broker.pending(row.request_id) or self._broker.recent(row.request_id)
+        if is_same and not is_known:
+            work = Work.from_row(row)
+            self.reopen(work)
+            enqueue(work)
 
     def _row(self, draft: Draft, request_id: str, state: str) -> JobRow:
         return JobRow(

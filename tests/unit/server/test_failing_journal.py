@@ -25,17 +25,22 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FailingStore(BreakableStore):
-    """Fails one write, by its number from when `names` was emptied: with nothing written, or although it was."""
+    """Fails one write, by its number since `arm`: with nothing written, or although it was."""
 
     def __init__(self, fails_at: int | None, is_written: bool) -> None:
         super().__init__()
         self.names: list[str] = []
         self._fails_at = fails_at
         self._is_written = is_written
+        self._is_armed = False
+
+    def arm(self) -> None:
+        self._is_armed = True
+        self.names.clear()
 
     async def write(self, *statements: Statement) -> int:
         self.names.append(statements[0].name)
-        if len(self.names) - 1 != self._fails_at:
+        if not self._is_armed or len(self.names) - 1 != self._fails_at:
             return await super().write(*statements)
         if self._is_written:
             await super().write(*statements)
@@ -59,7 +64,7 @@ async def trained(folder: Path, store: FailingStore) -> tuple[list[Any], str]:
     await store.open()
     async with serving(folder, store=store, **OFTEN) as server:
         ann, _, model = await begun(server)
-        store.names.clear()
+        store.arm()
         training = Training(Persistent(server, ann.key), model)
         await training.step(TOKENS[0])
         await snapshot_settled(server, model)
