@@ -175,8 +175,7 @@ def test_a_crash_at_any_point_of_a_snapshot_changes_nothing(
                 await snapshot_settled(server, model)
             store.gates[gate] = asyncio.Event()
             promises = await training.ask(TOKENS[3])
-            await settled(300)
-            assert len(snapshot_directories(server)) == 2  # the old one and the one under way
+            await until(lambda: gate in store.reached and len(snapshot_directories(server)) == 2)  # old and new
             crash(server)
         store.gates.clear()
         async with serving(tmp_path, store=store, **OFTEN) as server:
@@ -207,7 +206,7 @@ def test_a_loss_while_a_snapshot_is_made_to_count_waits_for_it(
                 await snapshot_settled(server, model)
             store.gates["set_model_snapshot"] = asyncio.Event()
             await training.step(TOKENS[-1])
-            await settled()
+            await until(lambda: store.reached)
             server.backend.lose()
             ending = asyncio.create_task(training.end())
             await settled()
