@@ -18,7 +18,7 @@ from support.backends import torch_tiny_spec
 from support.failing_disk import FailingDisk
 from support.jobs import Jobs, datum
 
-from tinsmith.engine import torch_executor, trainer
+from tinsmith.engine import adapters, torch_executor, trainer
 from tinsmith.engine.base import AnyJob, Created, Done, JobFailedError, Sample
 from tinsmith.engine.cards import card_of
 from tinsmith.engine.checkpoints import verify_checkpoint, write_checkpoint
@@ -308,6 +308,21 @@ def test_a_disk_that_fails_at_any_point_of_a_save_harms_nothing(
     for path in (tmp_path / "other").iterdir():
         assert path.read_bytes() == (tmp_path / "snapshot" / path.name).read_bytes()
     assert bodies(engine, jobs.steps(2, seed=4)) == bodies(untouched, others.steps(2, seed=4))
+
+
+def test_models_that_cannot_go_to_disk_stay_in_memory(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    alone = [bodies(executor(home), [jobs.create(seed=n), *jobs.steps(1, seed=n)]) for n, jobs in _makers()]
+    engine = executor(home, adapter_bytes=1)
+    monkeypatch.setattr(adapters.tempfile, "TemporaryFile", full)
+    mixed = [bodies(engine, [jobs.create(seed=n), *jobs.steps(1, seed=n)]) for n, jobs in _makers()]
+    assert mixed == alone
+    assert len(engine._adapters.in_memory) == 3
+    assert "stays in memory, it cannot be written: [Errno 28]" in caplog.text
 
 
 def test_an_engine_says_what_its_bits_depend_on(home: Path) -> None:

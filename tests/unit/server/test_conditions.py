@@ -14,7 +14,18 @@ import msgspec
 import pytest
 from support.backends import ONE, arithmetic_spec
 from support.durable import OFTEN, Training, begun, model_row, snapshot_settled
-from support.in_process import BASE, BreakableStore, Client, create_model, datum, forward_backward, run, sample, serving
+from support.in_process import (
+    BASE,
+    BreakableStore,
+    Client,
+    Clock,
+    create_model,
+    datum,
+    forward_backward,
+    run,
+    sample,
+    serving,
+)
 
 from tinsmith.engine.process import ProcessBackend
 from tinsmith.engine.supervisor import SupervisorOptions
@@ -184,6 +195,33 @@ def test_a_clock_that_jumps_changes_no_result(tmp_path: Path, jump_s: float) -> 
             await server.sweep()
             await training.step(TOKENS[3])
             assert (training.results, await training.end()) == await plain(tmp_path / "b")
+
+    run(scenario())
+
+
+def test_a_clock_that_was_set_back_at_a_restart_hides_no_sample(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = BreakableStore()
+        await store.open()
+        async with serving(tmp_path, store=store) as server:
+            ann, session, _ = await begun(server)
+            sampler = await ann.sampler(session)
+            first = await ann.post("asample", sample(sampler, 1))
+            poll: dict[str, Any] = {"target": {"type": "sampling_session", "sampling_session_id": sampler}}
+            seen = (await ann.post("retrieve_futures", {**poll, "prev_cursor": 0})).json
+            assert [row["request_id"] for row in seen["completions"]] == [first.json["request_id"]]
+            held = await ann.post("asample", sample(sampler, 2))
+            await ann.result(held)  # done, and not heard of by a batch poll
+        async with serving(tmp_path, store=store, clock=Clock(server.clock() - 3600)) as server:
+            again = Client(server, ann.key)
+            cursor = {"prev_cursor": seen["cursor"], "retrieved_request_ids": [first.json["request_id"]]}
+            answer = (await again.post("retrieve_futures", {**poll, **cursor})).json
+            assert [row["request_id"] for row in answer["completions"]] == [held.json["request_id"]]
+            third = await again.post("asample", sample(sampler, 3))
+            cursor["prev_cursor"] = answer["cursor"]
+            answer = (await again.post("retrieve_futures", {**poll, **cursor})).json
+            assert third.json["request_id"] in [row["request_id"] for row in answer["completions"]]
+        await store.close()
 
     run(scenario())
 

@@ -114,7 +114,10 @@ async def retrieve_futures(services: Services, call: Call) -> Answer:
     feed = services.broker.feed((target.sampling_session_id, target.cloned_sampler_id))
     known = set(request.retrieved_request_ids)
     older: list[wire.FutureCompletion] = []
-    if request.prev_cursor < feed.began:
+    if feed.is_ahead(request.prev_cursor):
+        feed.pass_by(request.prev_cursor)
+        older = await _older(services, target, 0, known)
+    elif request.prev_cursor < feed.began:
         older = await _older(services, target, request.prev_cursor, known)
     timeout_s = min(request.timeout or services.config.poll_s, services.config.poll_s)
     events = feed.after(request.prev_cursor) if older else await feed.wait(request.prev_cursor, timeout_s)
