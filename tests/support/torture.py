@@ -41,7 +41,7 @@ PROGRESS_SHARE = 0.6
 MOST_RESULTS = 60
 PATIENCE_S = 300.0
 """Without any progress for this long, something hangs."""
-SETTINGS = {"dtype": "float32", "threads": 1, "max_replay_s": 0.1, "max_snapshot_share": 1.0}
+SETTINGS = {"dtype": "float32", "threads": 1, "max_replay_s": 0.05, "max_snapshot_share": 1.0}
 
 
 class Tenant:
