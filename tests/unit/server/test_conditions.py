@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import sqlite3
 from pathlib import Path
@@ -29,10 +30,11 @@ from support.in_process import (
 
 from tinsmith.engine.process import ProcessBackend
 from tinsmith.engine.supervisor import SupervisorOptions
-from tinsmith.errors import StorageFullError
+from tinsmith.errors import StorageFullError, TinkerError
 from tinsmith.server import jobs as jobs_module
 from tinsmith.server import replaying
 from tinsmith.server.advice import is_intact
+from tinsmith.server.sole_user import sole_user
 from tinsmith.store.base import Statement
 from tinsmith.store.rows import CheckpointRow
 from tinsmith.store.sqlite import SqliteStore
@@ -364,3 +366,16 @@ def test_what_a_crash_left_half_written_is_removed_at_the_next_start(tmp_path: P
             assert (tmp_path / "data/checkpoints/m/weights/whole").is_dir()
 
     run(scenario())
+
+
+def test_a_data_directory_has_one_server(tmp_path: Path) -> None:
+    now = itertools.count()
+    with sole_user(tmp_path):
+        with (
+            pytest.raises(TinkerError, match=f"in use by another server, process {os.getpid()};"),
+            sole_user(tmp_path, clock=lambda: float(next(now)), sleep=lambda _: None),
+        ):
+            pass
+        assert next(now) > 3  # it was waited for
+    with sole_user(tmp_path):
+        pass
