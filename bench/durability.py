@@ -43,12 +43,9 @@ class Side:
 
         folder.mkdir()
         arguments = ["--data-dir", str(folder / "data"), "--model", f"tiny={model}", *options]
-        common = {
-            "TINSMITH_MODELS_DIR": str(model.parent / "models"),
-            "TINSMITH_DTYPE": "float32",
-            "TINSMITH_THREADS": "1",
-        }
-        address, self._process = start_server(arguments, {**common, **settings}, folder / "log")
+        common = {"MODELS_DIR": str(model.parent / "models"), "DTYPE": "float32", "THREADS": "1"}
+        named = {f"TINSMITH_{name}": value for name, value in {**common, **settings}.items()}
+        address, self._process = start_server(arguments, named, folder / "log")
         self.log = folder / "log"
         self.service = tinsmith.ServiceClient(base_url=address.url, api_key=address.key)
         self.trainer = self.service.create_lora_training_client("tiny", rank=RANK, seed=1)
