@@ -30,12 +30,13 @@ torture: setup ## Kill engine and server 100 times under load, and compare with 
 demo: setup ## From nothing to a tuned model on this machine, with a report in tinsmith-demo/
 	@.venv/bin/tinsmith demo
 
-bench: setup ## Benchmarks: wire and client beside the official SDK, server beside FastAPI, engine beside PEFT, the store
+bench: setup ## Benchmarks: wire and client beside the official SDK, server beside FastAPI, engine beside PEFT, the store, durability
 	@tools/official
 	@$(PY) bench/wire.py
 	@$(PY) bench/sdk.py
 	@$(PY) bench/server.py
 	@$(PY) bench/store.py
+	@$(PY) bench/durability.py
 
 lines: ## Lines of code per sub-package, with the change against main
 	@tools/lines

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -35,6 +36,8 @@ T = TypeVar("T")
 
 REPLAY_PAGE = 8
 """Journal rows read at a time; each can be as large as a request."""
+AT_ONCE = 3
+"""Operations of a replay at the backend."""
 RETRY_S = (0.1, 0.5, 1.0, 2.0, 5.0)
 """Pauses between tries; the last one repeats."""
 
@@ -115,13 +118,35 @@ class Journal:
 
 
 async def replay(journal: Journal, backend: Backend, lane: str, after: int) -> AsyncIterator[Replayed]:
-    """Apply what finished behind a number again, in order. Raises what the backend says to an operation."""
-    while page := await journal.page(lane, after):
-        for row in page:
-            job = decode_job(row.job)
-            done = await backend.submit(replace_id(job)) if changes_state(job) else None
-            after = row.seq
-            yield Replayed(row, job, done)
+    """Apply what finished behind a number again, in order. Raises what the backend says to an operation.
+
+    A few operations are at the backend at a time, so that it need not wait for the next one.
+    """
+    waiting: deque[tuple[ReplayRow, AnyJob, asyncio.Future[Done] | None]] = deque()
+    try:
+        while page := await journal.page(lane, after):
+            for row in page:
+                job = decode_job(row.job)
+                waiting.append((row, job, backend.submit(replace_id(job)) if changes_state(job) else None))
+                if len(waiting) >= AT_ONCE:
+                    yield await _replayed(*waiting.popleft())
+            after = page[-1].seq
+        while waiting:
+            yield await _replayed(*waiting.popleft())
+    finally:
+        for _, _, future in waiting:  # what was handed over behind one that failed
+            if future is not None:
+                future.add_done_callback(_seen)
+
+
+async def _replayed(row: ReplayRow, job: AnyJob, future: asyncio.Future[Done] | None) -> Replayed:
+    return Replayed(row, job, None if future is None else await future)
+
+
+def _seen(future: asyncio.Future[Done]) -> None:
+    """Marks an exception as looked at: nobody else waits for it."""
+    if not future.cancelled():
+        future.exception()
 
 
 def pause_s(attempt: int) -> float:
