@@ -1,6 +1,6 @@
 # The front door. `make` alone explains.
 .DEFAULT_GOAL := help
-.PHONY: help setup check test bench lines clean demo demo-rl
+.PHONY: help setup check test torture bench lines clean demo demo-rl
 PY := .venv/bin/python
 # Two test processes share two cores: threads that wait must not spin.
 PYTEST := GOMP_SPINCOUNT=1000 $(PY) -m pytest -q -n 2 --dist loadfile
@@ -25,13 +25,17 @@ test: setup ## Everything: what check does, the contract tests against the offic
 	@.venv/bin/mypy
 	@$(PYTEST) tests
 
+torture: setup ## Kill engine and server 100 times under load, and compare with an undisturbed run (a quarter of an hour)
+	@tools/official
+	@PYTHONPATH=tests $(PY) -m support.torture --kills 100
+
 demo: setup ## From nothing to a tuned model on this machine, with a report in tinsmith-demo/
 	@.venv/bin/tinsmith demo
 
 demo-rl: setup ## The same by reward alone: a model learns to answer rightly and briefly
 	@.venv/bin/tinsmith demo --rl
 
-bench: setup ## Benchmarks: wire and client beside the official SDK, server beside FastAPI, engine beside PEFT, the store
+bench: setup ## Benchmarks: wire and client beside the official SDK, server beside FastAPI, engine beside PEFT, durability
 	@tools/official
 	@$(PY) bench/wire.py
 	@$(PY) bench/sdk.py
@@ -39,6 +43,7 @@ bench: setup ## Benchmarks: wire and client beside the official SDK, server besi
 	@$(PY) bench/store.py
 	@$(PY) bench/cli.py
 	@$(PY) bench/engine.py
+	@$(PY) bench/durability.py
 
 lines: ## Lines of code per sub-package, with the change against main
 	@tools/lines

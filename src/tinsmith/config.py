@@ -277,6 +277,10 @@ class ServerConfig:
     """Most that checkpoints may take; None: the disk decides."""
     min_free_bytes: int = 256 * MB
     """Free disk below which new work is refused."""
+    max_replay_s: float = 30.0
+    """Most that is computed again after a crash, per run; snapshots are taken to keep it below."""
+    max_snapshot_share: float = 0.05
+    """Most of a run's computing time that its snapshots may take; goes before max_replay_s."""
     exit_when_idle_s: float | None = None
     """The server ends when nobody has used it for this long; None: never."""
     max_telemetry_rows: int = 10_000

@@ -13,6 +13,11 @@ from tinsmith.server.lifetimes import SessionIdRow
 from tinsmith.store import rows
 from tinsmith.store.base import Row, Value, statement
 
+
+class Directory(Row, frozen=True, kw_only=True):
+    snapshot_directory: str
+
+
 ROUND_TRIPS: list[tuple[Row, str, str, dict[str, Value]]] = [
     (make.org(), "insert_org", "org", {"org_id": "org-1"}),
     (make.user(), "insert_user", "user", {"user_id": "user-1"}),
@@ -22,7 +27,7 @@ ROUND_TRIPS: list[tuple[Row, str, str, dict[str, Value]]] = [
     (make.key(project_id=None, expires_at=None, tokens_per_day=None), "insert_key", "keys", {}),
     (make.session(), "insert_session", "session", {"session_id": "session-1"}),
     (
-        make.model(fault="lost", snapshot_directory="/s", snapshot_seq=4),
+        make.model(fault="lost", notice="moved", snapshot_directory="/s", snapshot_seq=4, fingerprint="{}"),
         "insert_model",
         "model",
         {"model_id": "model-1"},
@@ -162,6 +167,11 @@ def test_models(make_store: MakeStore) -> None:
         assert list(found) == ["a", "b"]
         assert (found["a"].used_at, found["b"].used_at) == (99.0, 8.0)
         assert (found["a"].fault, found["a"].snapshot_directory, found["a"].snapshot_seq) == ("first", "/5", 5)
+        await store.write(statement("set_model_notice", model_id="a", notice="moved"))
+        await store.write(statement("set_model_fingerprint", model_id="a", fingerprint='{"cpu": "x"}'))
+        [moved] = await store.read(rows.ModelRow, "model", model_id="a")
+        assert (moved.notice, moved.fingerprint) == ("moved", '{"cpu": "x"}')
+        assert await store.read(Directory, "snapshot_directories") == [Directory(snapshot_directory="/5")]
         assert await store.write(statement("unload_models_of_session", session_id="session-1")) == 2
         assert [row.model_id for row in await store.read(rows.ModelRow, "models_live")] == ["c"]
         await store.write(statement("set_model_state", model_id="a", state="live"))
@@ -210,10 +220,28 @@ def test_the_journal_is_in_order_and_can_be_cut(make_store: MakeStore) -> None:
         assert [(row.seq, row.job[:1]) for row in page] == [(2, b"\2"), (3, b"\3"), (4, b"\4")]
         size = await store.read(rows.SizeRow, "journal_bytes_of_lane", lane="model-1", seq=1)
         assert size == [rows.SizeRow(size_bytes=40)]
-        assert await store.write(statement("prune_journal", lane="model-1", seq=4)) == 3
+        some = {"lane": "model-1", "after": 1, "seq": 4}
+        assert await store.write(statement("prune_journal_some", **some, limit=1)) == 1
+        assert await store.write(statement("prune_journal_some", **some, limit=9)) == 1
+        assert await store.write(statement("prune_journal_some", **some, limit=9)) == 0
+        assert await store.write(statement("prune_journal", lane="model-1", seq=4)) == 1
         assert await store.write(statement("prune_journal", lane="model-1", seq=4)) == 0
         left = await store.read(rows.JobRow, "jobs_of_lane_after", lane="model-1", seq=-1, limit=9)
         assert [len(row.job) for row in left] == [0, 0, 0, 10, 10]
+
+    run(make_store, scenario)
+
+
+def test_a_snapshot_counts_only_when_all_it_contains_has_a_result(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        await store.write(statement("insert_model", make.model("model-1")))
+        await store.write(*(statement("insert_job", make.job(seq=seq, state="queued")) for seq in (1, 2, 3)))
+        await store.write(statement("set_job_state", request_id="model-1:1", state="done"))
+        snapshot = {"model_id": "model-1", "snapshot_directory": "/s"}
+        assert await store.write(statement("set_model_snapshot", **snapshot, snapshot_seq=2)) == 0
+        assert await store.write(statement("set_model_snapshot", **snapshot, snapshot_seq=1)) == 1
+        await store.write(statement("set_job_state", request_id="model-1:2", state="failed"))
+        assert await store.write(statement("set_model_snapshot", **snapshot, snapshot_seq=2)) == 1
 
     run(make_store, scenario)
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from tinsmith.engine.base import Done, ModelCard, Sample, TokenEvent
-from tinsmith.engine.executor import Executor, SampleEvent, StartError, Step, TrainingJob
+from tinsmith.engine.executor import Executor, SampleEvent, StartError, StateInDoubtError, Step, TrainingJob
 from tinsmith.engine.frames import Finished, Tokens
 from tinsmith.testing.engine import ArithmeticEngine, token_events
 
@@ -21,7 +21,9 @@ from tinsmith.testing.engine import ArithmeticEngine, token_events
 def make(options: Mapping[str, Any]) -> Executor:
     """Options: `card`; `hang`: never comes up; `start_log`, `log`: files with a line per start and per job begun;
     `refuse`, `die_at_start`: how many starts, by the start log, go wrong; `die_in`: a job whose id contains this text
-    kills the process; `hold_fifo`: a job whose id contains "hold" waits for this to be opened and closed.
+    kills the process; `die_on`: so does one whose body contains this text; `doubt_on`: one with this text leaves its
+    model in doubt, the first time by the file `doubt_log`; `hold_fifo`: a job whose id contains "hold" waits for this
+    to be opened and closed.
     """
     if options.get("hang"):
         signal.pause()
@@ -50,6 +52,9 @@ class ArithmeticExecutor:
         self._card = msgspec.convert(options["card"], ModelCard)
         self._log: str | None = options.get("log")
         self._die_in: str | None = options.get("die_in")
+        self._die_on: str | None = options.get("die_on")
+        self._doubt_on: str | None = options.get("doubt_on")
+        self._doubt_log: str | None = options.get("doubt_log")
         self._hold_fifo: str | None = options.get("hold_fifo")
         self._engine = ArithmeticEngine([self._card])
         self._samples: dict[str, tuple[str, Done, deque[TokenEvent], bool]] = {}
@@ -64,6 +69,11 @@ class ArithmeticExecutor:
 
     def train(self, job: TrainingJob) -> Generator[None, None, Done]:
         self._begin(job.job_id)
+        body = getattr(job, "body", b"")
+        if self._die_on is not None and self._die_on.encode() in body:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._doubt_on is not None and self._doubt_on.encode() in body and _append(self._doubt_log, "doubt") == 1:
+            raise StateInDoubtError("half of it was changed")
         if self._hold_fifo is not None and "hold" in job.job_id:
             Path(self._hold_fifo).read_bytes()  # until the test opens the other end and closes it
         yield

@@ -66,10 +66,13 @@ class BreakableStore(MemoryStore):
     def __init__(self) -> None:
         super().__init__()
         self.gates: dict[str, asyncio.Event] = {}
+        self.reached: set[str] = set()
+        """Gates that somebody came to."""
 
     async def write(self, *statements: Statement) -> int:
         for made in statements:
             if made.name in self.gates:
+                self.reached.add(made.name)
                 await self.gates[made.name].wait()
         if self.is_down:
             raise StoreError("the database is away")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from failing_disk import FailingDisk, FullDisk, ShortWrites
+from support.failing_disk import FailingDisk, FullDisk, ShortWrites
 from torch import Tensor
 
 from tinsmith.engine.checkpoints import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from failing_disk import FailingDisk
+from support.failing_disk import FailingDisk
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 

@@ -131,8 +131,13 @@ class Adapters:
             if total <= self._max_bytes:
                 return
             if slot.model is not None and not slot.users:
-                total -= slot.model.size_bytes
-                self._write(slot, slot.model)
+                size_bytes = slot.model.size_bytes
+                try:
+                    self._write(slot, slot.model)
+                except OSError as error:  # better too much memory than a job that fails for another's sake
+                    logger.warning("model %s stays in memory, it cannot be written: %s", model_id, error)
+                    return
+                total -= size_bytes
                 logger.info("model %s goes to disk", model_id, extra={"event": "adapter_evicted"})
 
     def _write(self, slot: _Slot, model: Model) -> None:
@@ -141,8 +146,14 @@ class Adapters:
         tensors |= {f"o.{name}": tensor for name, tensor in model.optimizer.state().items()}
         if slot.has_gradients:
             tensors |= {f"g.{name}": tensor for name, tensor in model.adapter.gradients().items()}
+        data = safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
         file = tempfile.TemporaryFile(dir=self._directory, prefix="adapter-")  # noqa: SIM115 - closed when read
-        file.write(safetensors.torch.save({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}))
+        try:
+            file.write(data)
+            file.flush()
+        except OSError:
+            file.close()
+            raise
         slot.file, slot.model = file, None
 
     def _read(self, slot: _Slot) -> Model:

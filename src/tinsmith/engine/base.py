@@ -47,7 +47,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
 
 
 class CreateModel(Job, frozen=True, kw_only=True, tag="create_model"):
-    """Make an adapter; from the checkpoint in `directory` when one is given, with its optimizer state if asked."""
+    """Make an adapter; from the checkpoint in `directory` when one is given, with its optimizer state if asked.
+
+    The result is a JSON `Created`.
+    """
 
     model_id: str
     lora: LoraSpec
@@ -109,6 +112,12 @@ class Sample(Job, frozen=True, kw_only=True, tag="sample"):
 
 
 AnyJob: TypeAlias = CreateModel | ForwardBackward | OptimStep | SaveState | LoadState | Unload | Sample
+
+
+class Created(msgspec.Struct, frozen=True, kw_only=True):
+    """A model was made. Engines with equal fingerprints give equal bits; an empty one says nothing."""
+
+    fingerprint: dict[str, str] = {}
 
 
 class SavedFiles(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +189,10 @@ class JobFailedError(TinkerError):
     def __init__(self, message: str, category: Category = "server") -> None:
         super().__init__(message)
         self.category = category
+
+
+class EngineDownError(JobFailedError):
+    """The engine cannot start, and says why. The job was not begun; it can be submitted again later."""
 
 
 class JobCancelledError(TinkerError):

@@ -60,13 +60,12 @@ Run: TypeAlias = Callable[[Mapping[str, str]], list[Trial]]
 def choose(cache_dir: Path) -> Choice:
     """The choice for this machine, from `cache_dir` if it was made there before."""
     path = cache_dir / "dtype.json"
-    machine = f"{_processor()}; {cores()} cores; torch {version('torch')}"
+    machine = f"{processor()}; {cores()} cores; torch {version('torch')}"
     kept = _read(path)
     if kept is not None and kept.machine == machine:
         return kept.choice
     choice = decide(run_trial)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode(_Kept(machine, choice)))
+    _keep(path, _Kept(machine, choice))
     return choice
 
 
@@ -110,7 +109,16 @@ def _read(path: Path) -> _Kept | None:
         return None
 
 
-def _processor() -> str:
+def _keep(path: Path, kept: _Kept) -> None:
+    """Whole or not at all: what a crash cut off would be decided again, by a clock, and might come out otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(msgspec.json.encode(kept))
+    os.replace(partial, path)
+
+
+def processor() -> str:
+    """What the machine's processor calls itself."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -35,6 +35,10 @@ class StartError(TinkerError):
     """The engine cannot start, and trying again at once would not help; the text says why and what to change."""
 
 
+class StateInDoubtError(Exception):
+    """A model may have been changed by half. The engine must end: its models are made again from their journals."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """What a step of the sampler brought, and how many tokens of each tenant it computed."""
@@ -51,7 +55,7 @@ class Executor(Protocol):
     def train(self, job: TrainingJob) -> Generator[None, None, Done]:
         """Do a job in steps that are short where they can be: other work may run wherever it yields.
 
-        Whatever it raises, the model is as it was before. Jobs of one model never overlap.
+        Whatever it raises, the model is as it was before, but for StateInDoubtError. Jobs of one model never overlap.
         """
 
     def add_sample(self, job: Sample, stream: bool) -> None:

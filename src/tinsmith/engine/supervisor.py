@@ -19,6 +19,7 @@ from tinsmith.engine.base import (
     BackendLostError,
     CreateModel,
     Done,
+    EngineDownError,
     JobCancelledError,
     JobFailedError,
     ModelCard,
@@ -110,7 +111,7 @@ class Supervisor:
         if self._is_closing:
             return BackendLostError("the backend is closed")
         if self._failure and self._loop.time() < self._retry_at:
-            return JobFailedError(f"the engine of {self.spec.card.name} cannot start: {self._failure}")
+            return EngineDownError(f"the engine of {self.spec.card.name} cannot start: {self._failure}")
         if self._queue.is_condemned(job.job_id):
             return _condemned(job.job_id, self._last_death)
         return None
@@ -234,7 +235,7 @@ class Supervisor:
         self._retry_at = self._loop.time() + self._options.retry_failed_s
         self._deaths = 0
         for entry, _ in self._queue.lose(blame=False):
-            _resolve(entry, JobFailedError(f"the engine of {self.spec.card.name} cannot start: {reason}"))
+            _resolve(entry, EngineDownError(f"the engine of {self.spec.card.name} cannot start: {reason}"))
 
     def _note_end(self, reason: str) -> None:
         self._is_ready = False

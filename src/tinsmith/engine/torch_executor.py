@@ -16,10 +16,11 @@ import torch
 
 from tinsmith.engine import base
 from tinsmith.engine.adapters import Adapters, Model
-from tinsmith.engine.base import Done, JobFailedError, ModelCard, Sample, SavedFiles, Usage
+from tinsmith.engine.base import Created, Done, JobFailedError, ModelCard, Sample, SavedFiles, Usage
 from tinsmith.engine.checkpoints import CheckpointInfo, read_checkpoint, write_checkpoint
 from tinsmith.engine.custom_graph import CustomLoss
-from tinsmith.engine.executor import Step, TrainingJob
+from tinsmith.engine.executor import StateInDoubtError, Step, TrainingJob
+from tinsmith.engine.fingerprint import fingerprint
 from tinsmith.engine.models.load import load_model
 from tinsmith.engine.optim import AdamW, check_optimizer
 from tinsmith.engine.torch_samples import TorchSamples, check_base
@@ -58,6 +59,7 @@ class TorchExecutor:
         self._adapters = Adapters(loaded.config, device, options.adapter_bytes, spool_dir)
         self._trainer = Trainer(loaded.decoder, options.micro_batch_tokens)
         self._samples = TorchSamples(loaded, options)
+        self._fingerprint = fingerprint(device, dtype, options.micro_batch_tokens, Path(source))
         logger.info(
             "%s from %s: %s weights, %s on %s, %d threads",
             options.card.name,
@@ -108,7 +110,7 @@ class TorchExecutor:
         if job.directory is not None:
             load_into(model, Path(job.directory), job.base_model, optimizer=job.optimizer)
         self._adapters.add(job.model_id, job.lora, model)
-        return Done()
+        return Done(body=msgspec.json.encode(Created(fingerprint=self._fingerprint)))
 
     def _pass(self, job: base.ForwardBackward) -> Generator[None, None, Done]:
         request, is_forward = read_pass(job)
@@ -133,7 +135,12 @@ class TorchExecutor:
         assert request.adam_params is not None
         with self._adapters.use(job.model_id) as model:
             adapter = model.adapter
-            metrics = model.optimizer.step(adapter.parameters(), adapter.gradients(), request.adam_params)
+            try:
+                metrics = model.optimizer.step(adapter.parameters(), adapter.gradients(), request.adam_params)
+            except TinkerError:
+                raise  # refused before anything was changed
+            except Exception as error:
+                raise StateInDoubtError(f"a step failed half way: {type(error).__name__}: {error}") from error
             adapter.zero_gradients()
         return Done(body=json_codec.encode(OptimStepResponse(metrics=metrics)))
 
@@ -167,6 +174,17 @@ def told_to_the_user() -> Iterator[None]:
         raise
     except (DamagedCheckpointError, TinkerError) as error:
         raise JobFailedError(str(error), "server") from error
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        text = f"the engine's memory is not enough for this: {error}; send fewer or shorter sequences at a time"
+        raise JobFailedError(text, "server") from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a computation failed for want of memory; torch says so on the CPU in words only."""
+    is_typed = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    return is_typed or "can't allocate memory" in str(error) or "not enough memory" in str(error)
 
 
 def load_into(model: Model, directory: Path, base_model: str, *, optimizer: bool) -> None:

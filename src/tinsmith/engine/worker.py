@@ -26,7 +26,7 @@ import msgspec
 
 from tinsmith.engine import frames
 from tinsmith.engine.base import Category, Done, JobFailedError, Sample
-from tinsmith.engine.executor import Executor, Factory, StartError, TrainingJob
+from tinsmith.engine.executor import Executor, Factory, StartError, StateInDoubtError, TrainingJob
 from tinsmith.engine.frames import Began, Cancelled, Failed, Finished, Frame, FrameCutter, StartFailed, ToEngine
 from tinsmith.engine.scheduler import Job, Scheduler, Turn
 
@@ -37,6 +37,8 @@ PR_SET_PDEATHSIG = 1
 ORPHANED = 3
 """Exit code of a worker whose API process is gone."""
 CANNOT_START = 4
+IN_DOUBT = 5
+"""A model may be half changed."""
 
 
 class Pipe:
@@ -193,6 +195,10 @@ class Worker:
             done: Done = end.value
             device_s = done.device_s or operation.device_s + self._clock() - began_at
             answer = Finished(job_id, msgspec.structs.replace(done, device_s=device_s))
+        except StateInDoubtError as error:
+            logger.error("job %s: %s; this process ends, models are made again from their journals", job_id, error)
+            sys.stderr.flush()
+            os._exit(IN_DOUBT)
         except Exception as error:
             answer = failure(job_id, error)
         spent_s = self._clock() - began_at

@@ -26,6 +26,7 @@ from tinsmith.errors import TinkerError
 from tinsmith.server import extensions
 from tinsmith.server.access import Access
 from tinsmith.server.admission import DAY_S, Admission
+from tinsmith.server.advice import Advice
 from tinsmith.server.auth import Authenticator
 from tinsmith.server.calls import JSON, Handlers
 from tinsmith.server.files import Files
@@ -44,6 +45,8 @@ from tinsmith.server.runs import Runs
 from tinsmith.server.samples import Samples
 from tinsmith.server.services import Services
 from tinsmith.server.signing import Signer
+from tinsmith.server.snapshots import SnapshotPolicy
+from tinsmith.server.snapshotting import SnapshotTools
 from tinsmith.server.usage import HOUR_S
 from tinsmith.server.work import Work
 from tinsmith.store.base import Store
@@ -121,7 +124,16 @@ def make_services(
         started = work.started_at or now
         metrics.job(work.row.kind, state, max(0.0, started - work.row.created_at), max(0.0, now - started))
 
-    jobs = Jobs(store, broker, finishers, clock=clock, new_id=RequestIds(), on_end=on_end)  # type: ignore[arg-type]
+    advice = Advice(store)
+    jobs = Jobs(
+        store,
+        broker,
+        finishers,  # type: ignore[arg-type]
+        clock=clock,
+        new_id=RequestIds(),
+        on_end=on_end,
+        explain=advice.explain,
+    )
     services = Services(
         config=config,
         store=store,
@@ -133,7 +145,19 @@ def make_services(
         ),
         broker=broker,
         jobs=jobs,
-        runs=Runs(store, backend, jobs, clock=clock),
+        runs=Runs(
+            SnapshotTools(
+                store=store,
+                backend=backend,
+                jobs=jobs,
+                files=files,
+                policy=SnapshotPolicy(max_replay_s=config.max_replay_s, max_share=config.max_snapshot_share),
+                count=lambda end: metrics.snapshots.labels(end).inc(),
+            ),
+            clock=clock,
+            advise=advice.for_run,
+            count_replayed=metrics.replayed.inc,
+        ),
         samples=Samples(backend, jobs, clock=clock),
         files=files,
         signer=Signer(secret, clock=clock),

@@ -153,7 +153,13 @@ class Extensions:
                     for row in sessions
                 ],
                 "runs": [
-                    {"model_id": run.row.model_id, "base_model": run.row.base_model, "fault": run.row.fault}
+                    {
+                        "model_id": run.row.model_id,
+                        "base_model": run.row.base_model,
+                        "fault": run.row.fault,
+                        "notice": run.row.notice,
+                        "waits_for": run.reason,
+                    }
                     for run in runs
                 ],
             }

@@ -12,7 +12,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -66,6 +66,23 @@ class Files:
         """Second names for what a run loaded, so that its journal can be replayed when the checkpoint is gone."""
         return self.root / "loads" / _segment(model_id)
 
+    def snapshot(self, model_id: str, name: str) -> Path:
+        return self.root / "snapshots" / _segment(model_id) / name
+
+    def snapshots(self, model_id: str) -> Path:
+        """Where the snapshots of a run are."""
+        return self.root / "snapshots" / _segment(model_id)
+
+    def remove_leftovers(self, snapshots: Collection[str]) -> list[Path]:
+        """Delete what a crash left half done, and snapshots that no run names. Not while an engine writes."""
+        left = [path for depth in ("*", "*/*", "*/*/*", "*/*/*/*") for path in self.root.glob(f"{depth}.partial")]
+        left = [path for path in left if path.name.startswith(".")]
+        known = {Path(name).parts[-2:] for name in snapshots}  # whatever the data directory was called then
+        left += [path for path in (self.root / "snapshots").glob("*/*") if path.parts[-2:] not in known]
+        for path in left:
+            remove_tree(path)
+        return left
+
     def trace(self, session_id: str) -> Path:
         return self.root / "traces" / f"{_segment(session_id)}.json"
 
@@ -98,7 +115,10 @@ class Files:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """The files of a directory under a second name: hard links, copies where the file system has none."""
+    """The files of a directory under a second name: hard links, copies where the file system has none.
+
+    They are on the disk when this returns: a journal that depends on them is written next.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         place = target / path.name
@@ -107,6 +127,17 @@ def link_tree(source: Path, target: Path) -> None:
                 os.link(path, place)
             except OSError:
                 shutil.copy2(path, place)
+                _sync(place)
+    for directory in (target, target.parent, target.parent.parent):
+        _sync(directory)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

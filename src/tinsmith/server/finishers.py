@@ -16,6 +16,7 @@ from tinsmith.engine.base import CreateModel, Done, SavedFiles, SaveState
 from tinsmith.server.encryption import encrypt_directory
 from tinsmith.server.files import remove_tree
 from tinsmith.server.promises import Outcome
+from tinsmith.server.replaying import fingerprint_in, fingerprint_text
 from tinsmith.server.services import Services
 from tinsmith.server.usage import add_usage
 from tinsmith.server.work import Finished, Finisher, Work
@@ -30,11 +31,12 @@ def make_finishers(services: Services) -> Mapping[str, Finisher]:
         return Finished(Outcome(done.body, done.encoding))
 
     async def created(work: Work, done: Done) -> Finished:
-        return _json({"model_id": work.context["model_id"], "type": "create_model"})
+        answer = {"model_id": work.context["model_id"], "type": "create_model"}
+        return Finished(_outcome(answer), _machine(work, done))
 
     async def loaded(work: Work, done: Done) -> Finished:
         answer = {"path": work.context["path"], "model_id": work.context["model_id"], "type": "load_weights"}
-        return _json(answer)
+        return Finished(_outcome(answer), _machine(work, done) if is_creation(work) else ())
 
     async def unloaded(work: Work, done: Done) -> Finished:
         model_id = work.row.lane
@@ -153,8 +155,12 @@ def _outcome(answer: Mapping[str, Any]) -> Outcome:
     return Outcome(msgspec.json.encode(answer), "json")
 
 
-def _json(answer: Mapping[str, Any]) -> Finished:
-    return Finished(_outcome(answer))
+def _machine(work: Work, done: Done) -> tuple[Statement, ...]:
+    """Remembers what a new model is computed on, where the engine says it."""
+    text = fingerprint_text(fingerprint_in(done))
+    if text is None:
+        return ()
+    return (statement("set_model_fingerprint", model_id=work.context["model_id"], fingerprint=text),)
 
 
 def is_creation(work: Work) -> bool:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -49,13 +49,16 @@ class Jobs:
         clock: Callable[[], float] = time.time,
         new_id: Callable[[], str] = new_request_id,
         on_end: Callable[[Work, str], None] | None = None,
+        explain: Callable[[Work, JobFailedError], Awaitable[str]] | None = None,
     ) -> None:
+        """`explain` says what a failed job's client is told, where that is more than the error itself."""
         self._store = store
         self._broker = broker
         self._finishers = finishers
         self._clock = clock
         self._new_id = new_id
         self._on_end = on_end
+        self._explain = explain
         self._accepting: dict[tuple[str, int], asyncio.Future[JobRow]] = {}
         self._tasks: dict[asyncio.Task[None], str] = {}
         """Results on their way to the store, each with its lane."""
@@ -142,6 +145,11 @@ class Jobs:
         while tasks := [task for task, of in self._tasks.items() if of == lane]:
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    async def kept_so_far(self, lane: str) -> None:
+        """The same for those that are on their way now; others may follow."""
+        tasks = [task for task, of in self._tasks.items() if of == lane]
+        await asyncio.gather(*tasks, return_exceptions=True)
+
     def _keep(self, lane: str, writing: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(writing)
         self._tasks[task] = lane
@@ -152,7 +160,9 @@ class Jobs:
         try:
             await self._store.write(statement("insert_job", row), *draft.statements)
         except ConstraintError:
-            return await self._existing(draft)
+            existing = await self._existing(draft)
+            self._take_up(existing, draft, enqueue)
+            return existing
         assert draft.make_job is not None
         work = Work(
             row=row,
@@ -163,6 +173,15 @@ class Jobs:
         self.reopen(work)
         enqueue(work)
         return row
+
+    def _take_up(self, row: JobRow, draft: Draft, enqueue: Enqueue) -> None:
+        """Queue a request that was journalled by a write which seemed to fail, now that its client sent it again."""
+        is_same = (row.digest, row.kind, row.state) == (draft.digest, draft.kind, "queued")
+        is_known = self._broker.pending(row.request_id) or self._broker.recent(row.request_id)
+        if is_same and not is_known:
+            work = Work.from_row(row)
+            self.reopen(work)
+            enqueue(work)
 
     def _row(self, draft: Draft, request_id: str, state: str) -> JobRow:
         return JobRow(
@@ -221,7 +240,8 @@ class Jobs:
         if isinstance(result, JobCancelledError):
             return Finished(error_outcome("cancelled", "user")), "cancelled", []
         if isinstance(result, JobFailedError):
-            return Finished(error_outcome(str(result), result.category)), "failed", []
+            text = str(result) if self._explain is None else await self._explain(work, result)
+            return Finished(error_outcome(text, result.category)), "failed", []
         logger.error("job %s (%s) failed: %r", work.job.job_id, work.row.kind, result)
         text = f"the server failed on this request: {type(result).__name__}: {result}"
         return Finished(error_outcome(text, "server")), "failed", []

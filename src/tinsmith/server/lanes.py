@@ -53,18 +53,24 @@ class Lane(Generic[ItemT]):
             self._settled.add(number)
             self._skip()
 
+    def take(self) -> ItemT | None:
+        """The request whose turn it is, if it is there; it leaves the lane."""
+        item = self._waiting.pop(self.next, None)
+        if item is not None:
+            self.next += 1
+            self._skip()
+        return item
+
     def ready(self) -> list[ItemT]:
         """Everything that may run now, in order; it leaves the lane."""
         items = []
-        while self.next in self._waiting:
-            items.append(self._waiting.pop(self.next))
-            self.next += 1
-            self._skip()
+        while (item := self.take()) is not None:
+            items.append(item)
         return items
 
     def missing(self) -> int | None:
-        """The number that others wait for; None: nobody waits."""
-        return self.next if self._waiting else None
+        """The number that others wait for; None: nobody waits, or the next one is there."""
+        return self.next if self._waiting and self.next not in self._waiting else None
 
     def waiting(self) -> list[ItemT]:
         """Those who wait for their turn, in order."""

@@ -67,7 +67,10 @@ class Sweeper:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        await self.flush()
+        try:
+            await self.flush()
+        except StoreError as error:
+            logger.error("the last signs of life were not written: %s", error)
 
     async def _rounds(self) -> None:
         while True:
@@ -91,6 +94,7 @@ class Sweeper:
         services.metrics.sessions.set(len(services.access.sessions))
         services.metrics.models.set(len(services.runs.all()))
         services.metrics.faults.set(sum(run.row.fault is not None for run in services.runs.all()))
+        services.metrics.moved.set(sum(run.row.notice is not None for run in services.runs.all()))
         services.metrics.disk_free.set(services.files.free_bytes())
         services.metrics.ready.set(services.backend.status.state == "ready")
 
@@ -138,7 +142,7 @@ class Sweeper:
             models = await services.store.read(ModelRow, "models_of_session", session_id=session.session_id)
             places = [services.files.sampler(row.sampler_id) for row in samplers]
             places += [services.files.loads(row.model_id) for row in models]
-            places += [Path(row.snapshot_directory) for row in models if row.snapshot_directory is not None]
+            places += [services.files.snapshots(row.model_id) for row in models]
             services.files.trace(session.session_id).unlink(missing_ok=True)
             await services.store.write(
                 statement("prune_session_results", session_id=session.session_id),

@@ -34,6 +34,15 @@ class Metrics:
         self.sessions = Gauge("tinsmith_active_sessions", "Sessions with heartbeats", registry=self.registry)
         self.models = Gauge("tinsmith_live_models", "Models in use", registry=self.registry)
         self.faults = Gauge("tinsmith_marked_runs", "Runs whose replay gave other results", registry=self.registry)
+        self.moved = Gauge(
+            "tinsmith_moved_runs", "Runs that were computed on more than one machine", registry=self.registry
+        )
+        self.snapshots = Counter(
+            "tinsmith_snapshots_total", "Snapshots of runs by how they ended", ["end"], registry=self.registry
+        )
+        self.replayed = Counter(
+            "tinsmith_replayed_operations_total", "Operations computed again after a loss", registry=self.registry
+        )
         self.disk_free = Gauge("tinsmith_disk_free_bytes", "Free room in the data directory", registry=self.registry)
         self.ready = Gauge("tinsmith_ready", "1 while the engine takes work", registry=self.registry)
         self.last_request = time.monotonic()

@@ -81,6 +81,14 @@ class Feed:
         self._events.append(Completion(self._stamp(), request_id, size_bytes, is_error))
         self._arrived.set()
 
+    def is_ahead(self, cursor: int) -> bool:
+        """Whether a cursor is from before a restart at which the clock was set back."""
+        return cursor > self._last
+
+    def pass_by(self, cursor: int) -> None:
+        """From now on completions come behind this cursor."""
+        self._last = max(self._last, cursor)
+
     def after(self, cursor: int) -> list[Completion]:
         """What happened after the cursor."""
         found: list[Completion] = []

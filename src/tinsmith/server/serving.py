@@ -24,6 +24,8 @@ from tinsmith.errors import TinkerError
 from tinsmith.server.app import drain, make_app, make_backend, make_services, make_store, prepare_keys
 from tinsmith.server.joining import JoiningHttpProtocol
 from tinsmith.server.services import Services
+from tinsmith.server.sole_user import sole_user
+from tinsmith.store.base import Store
 
 logger = logging.getLogger("tinsmith.server")
 
@@ -34,8 +36,9 @@ CLOSE_S = 2.0
 def serve(config: ServerConfig, say: Callable[[str], None] = print) -> int:
     """Run until a signal comes; returns the exit code."""
     configure_logging(config.log_format)
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(config, say))
+    store = make_store(config)
+    with sole_user(config.data_dir), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(config, store, say))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -47,8 +50,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
-async def _serve(config: ServerConfig, say: Callable[[str], None]) -> int:
-    store = make_store(config)
+async def _serve(config: ServerConfig, store: Store, say: Callable[[str], None]) -> int:
     await store.open()
     try:
         key = await prepare_keys(config, store, time.time())

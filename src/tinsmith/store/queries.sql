@@ -89,15 +89,15 @@ SELECT * FROM sessions WHERE user_id = :user_id ORDER BY created_at DESC, sessio
 
 -- name: insert_model
 INSERT INTO models (model_id, session_id, org_id, user_id, project_id, base_model, lora, optimizer, user_metadata,
-    created_at, used_at, state, fault, snapshot_directory, snapshot_seq)
+    created_at, used_at, state, fault, notice, snapshot_directory, snapshot_seq, fingerprint)
 VALUES (:model_id, :session_id, :org_id, :user_id, :project_id, :base_model, :lora, :optimizer, :user_metadata,
-    :created_at, :used_at, :state, :fault, :snapshot_directory, :snapshot_seq);
+    :created_at, :used_at, :state, :fault, :notice, :snapshot_directory, :snapshot_seq, :fingerprint);
 
 -- name: insert_model_if_absent
 INSERT INTO models (model_id, session_id, org_id, user_id, project_id, base_model, lora, optimizer, user_metadata,
-    created_at, used_at, state, fault, snapshot_directory, snapshot_seq)
+    created_at, used_at, state, fault, notice, snapshot_directory, snapshot_seq, fingerprint)
 VALUES (:model_id, :session_id, :org_id, :user_id, :project_id, :base_model, :lora, :optimizer, :user_metadata,
-    :created_at, :used_at, :state, :fault, :snapshot_directory, :snapshot_seq)
+    :created_at, :used_at, :state, :fault, :notice, :snapshot_directory, :snapshot_seq, :fingerprint)
 ON CONFLICT (model_id) DO NOTHING;
 
 -- name: model
@@ -119,9 +119,21 @@ UPDATE models SET state = :state WHERE model_id = :model_id;
 -- name: set_model_fault
 UPDATE models SET fault = :fault WHERE model_id = :model_id AND fault IS NULL;
 
+-- name: set_model_notice
+UPDATE models SET notice = :notice WHERE model_id = :model_id;
+
+-- name: set_model_fingerprint
+UPDATE models SET fingerprint = :fingerprint WHERE model_id = :model_id;
+
+-- Touches no row where something that the snapshot contains has no result yet: it would be applied again on top.
 -- name: set_model_snapshot
 UPDATE models SET snapshot_directory = :snapshot_directory, snapshot_seq = :snapshot_seq
-WHERE model_id = :model_id AND snapshot_seq < :snapshot_seq;
+WHERE model_id = :model_id AND snapshot_seq < :snapshot_seq AND NOT EXISTS (
+    SELECT 1 FROM jobs WHERE lane = :model_id AND seq <= :snapshot_seq AND state = 'queued');
+
+-- What the sweep at a start leaves alone.
+-- name: snapshot_directories
+SELECT snapshot_directory FROM models WHERE snapshot_directory IS NOT NULL ORDER BY model_id;
 
 -- name: set_models_project
 UPDATE models SET project_id = :project_id WHERE session_id = :session_id;
@@ -262,6 +274,13 @@ UPDATE jobs SET state = :state WHERE request_id = :request_id AND state = 'queue
 -- name: prune_journal
 UPDATE jobs SET job = substr(job, 1, 0)
 WHERE lane = :lane AND seq <= :seq AND state <> 'queued' AND length(job) > 0;
+
+-- The same in pieces, from behind the last time on.
+-- name: prune_journal_some
+UPDATE jobs SET job = substr(job, 1, 0) WHERE request_id IN (
+    SELECT request_id FROM jobs
+    WHERE lane = :lane AND seq > :after AND seq <= :seq AND state <> 'queued' AND length(job) > 0
+    ORDER BY seq LIMIT :limit);
 
 -- name: journal_bytes_of_lane
 SELECT CAST(COALESCE(SUM(length(job)), 0) AS BIGINT) AS size_bytes FROM jobs WHERE lane = :lane AND seq > :seq;

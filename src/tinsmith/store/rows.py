@@ -85,9 +85,13 @@ class ModelRow(Row, frozen=True, kw_only=True):
     """live, unloaded (asked for), parked (its session is over; a session that comes back wakes it)."""
     fault: str | None = None
     """Why the run must not be trusted, if so."""
+    notice: str | None = None
+    """What its owner should know, and need not worry about."""
     snapshot_directory: str | None = None
     snapshot_seq: int = -1
     """The journal up to this number is contained in the snapshot."""
+    fingerprint: str | None = None
+    """Of the engine that computed what is in the snapshot, or the first one where there is none, as JSON."""
 
 
 class SamplerRow(Row, frozen=True, kw_only=True):

@@ -26,13 +26,13 @@ from support.in_process import (
 )
 
 from tinsmith.engine.base import AnyJob, ForwardBackward, SaveState
-from tinsmith.server import runs as runs_module
+from tinsmith.server import replaying
 from tinsmith.store.rows import CheckpointRow, ModelRow
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs_module, "RETRY_S", (0.0, 0.0, 0.001))
+    monkeypatch.setattr(replaying, "RETRY_S", (0.0, 0.0, 0.001))
 
 
 async def digest_of(server: Server, path: str) -> str:

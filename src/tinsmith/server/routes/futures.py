@@ -157,8 +157,11 @@ async def _completed(
     await services.access.live_sampler(caller, target.sampling_session_id)
     feed = services.broker.feed((target.sampling_session_id, target.cloned_sampler_id))
     older: list[Completion] = []
-    if request.prev_cursor < feed.began:
-        found = await _older(services, target, request.prev_cursor)
+    was_set_back = feed.is_ahead(request.prev_cursor)
+    if was_set_back:
+        feed.pass_by(request.prev_cursor)
+    if was_set_back or request.prev_cursor < feed.began:
+        found = await _older(services, target, 0 if was_set_back else request.prev_cursor)
         recent = {event.request_id for event in feed.after(request.prev_cursor)}
         older = [done for done in found if done.request_id not in recent]
     timeout_s = min(request.timeout or services.config.poll_s, services.config.poll_s)

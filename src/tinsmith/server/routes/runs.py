@@ -59,7 +59,19 @@ async def get_training_run(services: Services, call: Call) -> Answer:
     row = await services.access.model(
         call.caller, call.params["training_run_id"], to_read=call.query.access_scope == "accessible"
     )
-    return reply(await _training_run(services, row, call))
+    message = msgspec.json.decode(reply(await _training_run(services, row, call)).body)
+    run = services.runs.known(row.model_id)
+    return Answer(msgspec.json.encode({**message, "tinsmith": _more(run.row if run is not None else row)}))
+
+
+def _more(row: ModelRow) -> dict[str, Any]:
+    """What we say of a run beyond the protocol; clients that do not know it pass over it."""
+    return {
+        "fault": row.fault,
+        "notice": row.notice,
+        "snapshot_seq": row.snapshot_seq if row.snapshot_directory is not None else None,
+        "machine": msgspec.json.decode(row.fingerprint) if row.fingerprint is not None else None,
+    }
 
 
 async def _training_run(services: Services, row: ModelRow, call: Call) -> wire.TrainingRun:
