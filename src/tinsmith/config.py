@@ -127,6 +127,19 @@ def check_key(key: str) -> str:
     return key
 
 
+def credential_source(environ: Mapping[str, str]) -> str | None:
+    """Where the credential of a client comes from."""
+    for variable in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"):
+        if environ.get(variable):
+            return variable
+    return "~/.tinker/credentials.json" if stored_key(environ) is not None else None
+
+
+def instruction_limit(environ: Mapping[str, str]) -> str:
+    """What the instructions of oneDNN are limited to; empty: nothing."""
+    return environ.get("ONEDNN_MAX_CPU_ISA", "")
+
+
 def stored_key(environ: Mapping[str, str]) -> str | None:
     """The default key in the credentials file, if there is one."""
     path = Path(environ.get("HOME", "~")).expanduser() / ".tinker" / "credentials.json"

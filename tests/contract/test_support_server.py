@@ -110,7 +110,7 @@ def test_differences_are_found() -> None:
     assert not any("retrieve_future " in text for text in found)
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize("release", [RELEASES[0], NEWEST])
 def test_each_release_runs_the_core_loop(release: str) -> None:
     with TinkerServer() as server:
         steps = run_official(server, release, "--old")

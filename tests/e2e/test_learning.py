@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tinsmith import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from tinsmith.client.embedded import start_server
 from tinsmith.config import EmbeddedConfig
 from tinsmith.engine.models.default import NAME as DEFAULT_NAME
@@ -71,63 +70,37 @@ def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
 
 @pytest.mark.parametrize("package", ["tinsmith", "tinker"])
 def test_a_tiny_model_learns(package: str, tiny_server: dict[str, str]) -> None:
-    check(learn(package, "tiny", tiny_server, "--quick"))
+    found = learn(package, "tiny", tiny_server, "--quick")
+    assert len(found) == 6
+    check(found)
 
 
-@pytest.mark.parametrize("package", ["tinsmith", "tinker"])
+REAL_PARTS = {
+    "tinsmith": ("on_policy", "importance_sampling", "dpo"),
+    "tinker": ("memorise", "ppo", "resume"),
+}
+"""The default model takes its time, so each client has half of the parts; with TINSMITH_LONG_TESTS, all."""
+
+
+@pytest.mark.parametrize("package", REAL_PARTS)
 def test_the_default_model_learns(package: str, real_server: dict[str, str]) -> None:
-    check(learn(package, DEFAULT_NAME, real_server))
+    parts = () if os.environ.get("TINSMITH_LONG_TESTS") else REAL_PARTS[package]
+    check(learn(package, DEFAULT_NAME, real_server, *parts))
 
 
 def check(found: dict[str, Any]) -> None:
     """What every model must have learned."""
-    assert found["memorise"]["losses"][1] < found["memorise"]["losses"][0] / 4
-    assert found["memorise"]["recalled"] == [True, True, True]
-    assert found["memorise"]["frozen"]
-    assert found["on_policy"]["largest_gap"] <= 1e-4
-    for loss in ("importance_sampling", "ppo"):
+    if "memorise" in found:
+        assert found["memorise"]["losses"][1] < found["memorise"]["losses"][0] / 4
+        assert found["memorise"]["recalled"] == [True, True, True]
+        assert found["memorise"]["frozen"]
+    if "on_policy" in found:
+        assert found["on_policy"]["largest_gap"] <= 1e-4
+    for loss in {"importance_sampling", "ppo"} & found.keys():
         rewards = found[loss]["rewards"]
         assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.2
-    assert found["dpo"]["losses"][0] == pytest.approx(math.log(2), abs=1e-5)
-    assert found["dpo"]["losses"][-1] < found["dpo"]["losses"][0]
-    assert found["resume"]["equal"]
-
-
-def test_an_uploaded_loss_trains_as_the_same_loss_computed_here(tiny_server: dict[str, str]) -> None:
-    def squares(logprobs: Any, weights: Any) -> Any:
-        return (weights * logprobs**2).sum(), {"custom/seen:sum": weights.sum()}
-
-    def squares_here(data: list[Datum], logprobs: list[Any]) -> Any:
-        weights = [datum.loss_fn_inputs["weights"].to_torch() for datum in data]
-        return sum((w * p**2).sum() for w, p in zip(weights, logprobs, strict=True)), {}
-
-    data = [
-        Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4], "weights": [0.5, 0.0, 1.0]}),
-        Datum(ModelInput.from_ints([5, 6]), {"target_tokens": [6, 7], "weights": [1.0, 2.0]}),
-    ]
-    address = {"base_url": tiny_server["TINKER_BASE_URL"], "api_key": tiny_server["TINKER_API_KEY"]}
-    with ServiceClient(**address) as service:  # type: ignore[arg-type]
-        handle = service.create_custom_loss(squares, {"logprobs": 1, "weights": 1}).result(TIMEOUT_S)
-        assert handle.loss_id is not None
-        after = []
-        for loss in (handle, squares_here):
-            trainer = service.create_lora_training_client("tiny", rank=4, seed=3)
-            passed = trainer.forward_backward_custom(data, loss).result(TIMEOUT_S)
-            trainer.optim_step(AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
-            seen = trainer.forward(data, "cross_entropy").result(TIMEOUT_S).metrics["loss:sum"]
-            after.append((passed.metrics["loss:sum"], seen))
-            if loss is handle:
-                assert passed.metrics["custom/seen:sum"] == pytest.approx(4.5)
-        assert after[0] == pytest.approx(after[1], rel=1e-5)
-
-
-def test_the_tokenizer_comes_from_the_server(tiny_server: dict[str, str]) -> None:
-    address = {"base_url": tiny_server["TINKER_BASE_URL"], "api_key": tiny_server["TINKER_API_KEY"]}
-    with ServiceClient(**address) as service:  # type: ignore[arg-type]
-        sampler = service.create_sampling_client(base_model="tiny")
-        tokenizer = sampler.get_tokenizer()
-        tokens = tokenizer.encode("hello", add_special_tokens=False)
-        assert tokenizer.decode(tokens) == "hello"
-        prompt, params = ModelInput.from_ints(tokens), SamplingParams(max_tokens=2, stop=[])
-        drawn = sampler.sample(prompt, 1, params).result(TIMEOUT_S).sequences[0].tokens
-        assert isinstance(tokenizer.decode(drawn), str)
+    if "dpo" in found:
+        assert found["dpo"]["losses"][0] == pytest.approx(math.log(2), abs=1e-5)
+        assert found["dpo"]["losses"][-1] < found["dpo"]["losses"][0]
+    if "resume" in found:
+        assert found["resume"]["equal"]

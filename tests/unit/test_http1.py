@@ -160,7 +160,7 @@ def test_what_is_not_http_is_refused(data: bytes, words: str) -> None:
     with pytest.raises(FormatError, match=words):
         read([data])
     with pytest.raises(FormatError):
-        read(bytes([byte]) for byte in data)
+        read(bytes([byte]) for byte in data) if len(data) < 5000 else read([data[:100], data[100:2000], data[2000:]])
 
 
 @pytest.mark.parametrize(

@@ -131,12 +131,17 @@ def _delete_on_server(key: str) -> None:
 @connected
 def status() -> None:
     """Is there a key, and does the server take it?"""
-    from tinsmith.config import LOCAL, ClientConfig
+    from tinsmith.config import LOCAL, ClientConfig, credential_source
     from tinsmith.errors import TinkerError
     from tinsmith.wire.routes import GET_SERVER_CAPABILITIES
 
     config = ClientConfig.from_env(base_url=base_url())
-    answer: dict[str, Any] = {"base_url": config.base_url, "credentials": _source(), "accessible": None, "error": None}
+    answer: dict[str, Any] = {
+        "base_url": config.base_url,
+        "credentials": credential_source(os.environ),
+        "accessible": None,
+        "error": None,
+    }
     if config.base_url != LOCAL and answer["credentials"] is not None:
         try:
             with operations() as holder:
@@ -158,16 +163,6 @@ def status() -> None:
         raise click.ClickException("no key is set for this server\nRun: tinsmith auth login, or set TINKER_API_KEY")
     elif not answer["accessible"]:
         raise click.ClickException(answer["error"])
-
-
-def _source() -> str | None:
-    """Where the credential comes from."""
-    from tinsmith.config import stored_key
-
-    for variable in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"):
-        if os.environ.get(variable):
-            return variable
-    return "~/.tinker/credentials.json" if stored_key(os.environ) is not None else None
 
 
 @auth.command()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from tinsmith.config import instruction_limit
 from tinsmith.engine.dtype_choice import processor
 
 
@@ -18,7 +19,7 @@ def fingerprint(device: torch.device, dtype: str, micro_batch_tokens: int, sourc
     found = {
         "device": device.type,
         "cpu": processor(),
-        "isa": " ".join([torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", "")]).strip(),
+        "isa": " ".join([torch.backends.cpu.get_cpu_capability(), instruction_limit(os.environ)]).strip(),
         "threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),
         "dtype": dtype,

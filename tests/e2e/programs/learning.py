@@ -1,4 +1,4 @@
-"""Learning over HTTP with a Tinker package, as a program would do it: `learning.py PACKAGE MODEL`.
+"""Learning over HTTP with a Tinker package, as a program would do it: `learning.py PACKAGE MODEL [PART...]`.
 
 The address and key come from the environment. Prints one JSON object: what was measured of each part. Works with token
 ids alone, so that it needs no tokenizer.
@@ -145,17 +145,20 @@ def resume(service):
     return {"equal": logprobs(first, probe).tobytes() == logprobs(second, probe).tobytes()}
 
 
+PARTS = {
+    "memorise": memorise,
+    "on_policy": on_policy,
+    "importance_sampling": lambda service: reinforce(service, "importance_sampling"),
+    "ppo": lambda service: reinforce(service, "ppo"),
+    "dpo": prefer,
+    "resume": resume,
+}
+
+
 def main():
     service = tinker.ServiceClient()
-    found = {
-        "memorise": memorise(service),
-        "on_policy": on_policy(service),
-        "importance_sampling": reinforce(service, "importance_sampling"),
-        "ppo": reinforce(service, "ppo"),
-        "dpo": prefer(service),
-        "resume": resume(service),
-    }
-    print(json.dumps(found))
+    chosen = [name for name in sys.argv[3:] if name in PARTS] or PARTS
+    print(json.dumps({name: PARTS[name](service) for name in chosen}))
 
 
 main()
