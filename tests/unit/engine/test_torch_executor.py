@@ -254,7 +254,7 @@ def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise() -> None:
             command, env={**inherited, **environment}, capture_output=True, text=True, check=True
         ).stdout.strip()
 
-    assert told() == "3 1000 1"
+    assert told() == "3 20000 1"
     assert told(GOMP_SPINCOUNT="7") == "3 7 1"
 
 
