@@ -2,8 +2,8 @@
 .DEFAULT_GOAL := help
 .PHONY: help setup check test torture bench lines clean demo demo-rl
 PY := .venv/bin/python
-# Two test processes share two cores: threads that wait must not spin.
-PYTEST := GOMP_SPINCOUNT=1000 $(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+# Three test processes share two cores, since many tests wait: threads that wait must not spin.
+PYTEST := GOMP_SPINCOUNT=1000 $(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 help: ## Say what each command does
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
