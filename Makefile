@@ -11,19 +11,24 @@ help: ## Say what each command does
 setup: ## Make .venv and install everything that development needs (nothing when it is current)
 	@tools/setup
 
-check: setup ## Format, lint, types and unit tests: about a minute
-	@.venv/bin/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
-	@.venv/bin/ruff check --quiet .
-	@.venv/bin/mypy
+check: setup checked ## Format, lint, types and unit tests: about a minute
 	@$(PYTEST) tests/unit
 
 test: setup ## Everything: what check does, the contract tests against the official SDK, its cookbook, and end to end
-	@tools/cookbook
-	@tools/postgres
+	@$(MAKE) --no-print-directory -j 3 checked cookbook postgres
+	@$(PYTEST) tests
+
+.PHONY: checked cookbook postgres
+checked:
 	@.venv/bin/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/mypy
-	@$(PYTEST) tests
+
+cookbook:
+	@tools/cookbook
+
+postgres:
+	@tools/postgres
 
 torture: setup ## Kill engine and server 100 times under load, and compare with an undisturbed run (a quarter of an hour)
 	@tools/official

@@ -77,9 +77,9 @@ def test_a_tiny_model_learns(package: str, tiny_server: dict[str, str]) -> None:
 
 REAL_PARTS = {
     "tinsmith": ("on_policy", "importance_sampling", "dpo"),
-    "tinker": ("memorise", "ppo", "resume"),
+    "tinker": ("memorise", "resume"),
 }
-"""The default model takes its time, so each client has half of the parts; with TINSMITH_LONG_TESTS, all."""
+"""The default model takes its time, so each client has some of the parts; with TINSMITH_LONG_TESTS, all."""
 
 
 @pytest.mark.parametrize("package", REAL_PARTS)
