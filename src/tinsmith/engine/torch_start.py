@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 EXECUTOR = "tinsmith.engine.torch_start:make"
 
 SHORT_SPINS = {"GOMP_SPINCOUNT": "20000", "KMP_BLOCKTIME": "1"}
-"""Threads that wait for the next operation spin for about a millisecond, then sleep. By default GNU's and LLVM's OpenMP
-spin for tens of them, and two engines on the same cores, or an engine beside other work, hardly get on at all."""
+"""Threads that wait for the next operation spin for a short while, then sleep. By default GNU's OpenMP spins 300,000
+times and LLVM's for 200 ms, and two engines on the same cores, or an engine beside other work, hardly get on at all."""
 
 
 class TorchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

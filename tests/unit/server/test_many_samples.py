@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from support.in_process import Answer, Client, run, sample, serving
+from support.in_process import Answer, Client, Recorder, run, sample, serving
 
 from tinsmith.server.routes import futures
 from tinsmith.store.rows import JobRow
@@ -122,14 +123,15 @@ def test_results_come_along_and_the_cursor_goes_on(tmp_path: Path) -> None:
 
 def test_a_failure_comes_as_its_json(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path) as server:
+        opened = asyncio.Event()
+        async with serving(tmp_path, backend=Recorder(hold=lambda job: opened.wait())) as server:
             ann = await server.client()
             sampler = await ann.sampler(await ann.session())
             [answer] = await submit(ann, sample(sampler, 1))
             await ann.post("cancel_future", msgspec.json.decode(answer.body))
             [done] = (await results(ann, sampler)).results
-            if done.content_type == "application/json":
-                assert msgspec.json.decode(done.body or b"") == {"error": "cancelled", "category": "user"}
+            assert done.content_type == "application/json"
+            assert msgspec.json.decode(done.body or b"") == {"error": "cancelled", "category": "user"}
 
     run(scenario())
 
