@@ -58,7 +58,7 @@ class SampleSubmits:
             size_bytes = 0
             while self._waiting and len(batch) < MAX_BATCH and size_bytes < MAX_BATCH_BYTES:
                 body, future = self._waiting.popleft()
-                if not future.done():  # its caller has gone
+                if not future.done():  # else its caller has gone
                     batch.append((body, future))
                     size_bytes += len(body)
             if batch:

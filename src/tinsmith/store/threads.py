@@ -147,8 +147,8 @@ class Writer:
     """Runs writes in the order in which they were put, in groups; what comes while one commits is the next.
 
     Small statements run on the loop, and a thread does the commit, which waits for the disk: each statement would hand
-    over Python's lock, and a thread waits long for it while the loop is busy. A group with much payload, or one that
-    finds the database locked by another process, runs in the thread as a whole.
+    over Python's lock, and a thread waits long for it while the loop is busy. A group that deletes, has
+    much payload, or finds the database locked by another process, runs in the thread as a whole.
 
     A group runs without savepoints first. Only if a caller's later statement fails, it is rolled back and run again
     with one around each caller.
@@ -206,7 +206,7 @@ class Writer:
     def _begin(self, group: Sequence[Task]) -> list[Outcome] | None:
         """The outcomes of the group's statements, run here and not committed; None if the thread is to run them."""
         writes = [task for task in group if not task.is_read]
-        if not writes or sum(task.size_bytes for task in writes) > MAX_INLINE_BYTES:
+        if not writes or sum(task.size_bytes for task in writes) > MAX_INLINE_BYTES or any(map(_deletes, writes)):
             return None
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -290,6 +290,11 @@ class Writer:
                 self._connection.execute("ROLLBACK")
             except sqlite3.Error:
                 logger.exception("a rollback failed")
+
+
+def _deletes(task: Task) -> bool:
+    """Whether it may touch many rows: pruning would make the loop wait."""
+    return any(sql.startswith("DELETE") for sql, _ in task.statements)
 
 
 def _code(error: sqlite3.Error) -> int:
