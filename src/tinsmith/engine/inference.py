@@ -2,18 +2,20 @@
 
 Owns: the forward pass without gradients, with several adapters in one batch. It is the arithmetic of `models.decoder`
 over the same weights; the two are compared by tests/unit/engine/test_inference.py.
-Does not know: causality and caches (the `attend` argument), sampling.
+Does not know: causality and caches (the `attend` argument, `BlockAttention` for samples), sampling.
 
 Shapes: T rows, D hidden, H query heads, K key/value heads, C head dim, I intermediate, V vocabulary, E outputs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import embedding, silu
 
+from tinsmith.engine.block_attention import BlockAttention, BlockCache, NewTokens
 from tinsmith.engine.models.decoder import Attend, Decoder, Layer, Linear, rms_norm
 from tinsmith.engine.packed_linear import InferenceLinear, inference_linear
 from tinsmith.engine.row_adapters import LM_HEAD, NO_ADAPTERS, RowAdapters
@@ -61,6 +63,17 @@ class InferenceDecoder:
             normed_TD = rms_norm(x_TD, layer.weights.mlp_norm_D, eps)
             x_TD = self._mlp(index, layer, normed_TD, adapters).add_(x_TD)
         return rms_norm(x_TD, self._norm_D, eps)
+
+    def hidden_cached(
+        self,
+        tokens_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        cache: BlockCache,
+        batch: Sequence[NewTokens],
+        adapters: RowAdapters = NO_ADAPTERS,
+    ) -> torch.Tensor:
+        """hidden_TD of new tokens of several sequences, whose keys and values are kept in the cache."""
+        return self.hidden(tokens_T, positions_T, BlockAttention(cache, batch), adapters)
 
     def unembed(self, hidden_TD: torch.Tensor, adapters: RowAdapters = NO_ADAPTERS) -> torch.Tensor:
         """logits_TV in float32."""

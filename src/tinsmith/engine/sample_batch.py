@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tinsmith.engine.block_attention import BlockAttention, BlockCache, NewTokens
+from tinsmith.engine.block_attention import BlockCache, NewTokens
 from tinsmith.engine.inference import InferenceDecoder
 from tinsmith.engine.random_streams import uniforms
 from tinsmith.engine.row_adapters import FrozenAdapter, RowAdapters
@@ -89,10 +89,11 @@ class SampleBatch:
             positions += range(first, first + chunk.count)
             batch.append(NewTokens(row, first, chunk.count, sequence.blocks))
         device = self._decoder.device
-        return self._decoder.hidden(
+        return self._decoder.hidden_cached(
             torch.tensor(tokens, device=device),
             torch.tensor(positions, device=device),
-            BlockAttention(self._cache, batch),
+            self._cache,
+            batch,
             _row_adapters([(chunk, chunk.count) for chunk in chunks], adapters),
         )
 

@@ -20,7 +20,7 @@ import torch
 
 from tinsmith.engine.block_attention import BlockCache, block_bytes
 from tinsmith.engine.cache_room import CacheRoom
-from tinsmith.engine.inference import InferenceDecoder
+from tinsmith.engine.fused_inference import inference_decoder
 from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models.decoder import Decoder
 from tinsmith.engine.prefix import PrefixIndex
@@ -92,7 +92,7 @@ class Sampler:
     def __init__(self, decoder: Decoder, token_bytes: List[bytes], limits: SamplerLimits | None = None) -> None:
         """`token_bytes` are the bytes of each token (`token_bytes.read_token_bytes`), for stop texts."""
         self.limits = limits or SamplerLimits()
-        self._decoder = InferenceDecoder(decoder)
+        self._decoder = inference_decoder(decoder)
         self._token_bytes = token_bytes
         config, size = decoder.config, self.limits.block_size
         count = self.limits.cache_bytes // block_bytes(config, size, decoder.dtype)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinsmith.engine.block_attention import BlockAttention, BlockCache, NewTokens
+from tinsmith.engine.block_attention import BlockCache, NewTokens
+from tinsmith.engine.fused_inference import FusedDecoder, inference_decoder
 from tinsmith.engine.inference import InferenceDecoder
 from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models.attention import PackedAttention
@@ -62,7 +63,7 @@ def run(
         batch.append(sequence.new(len(rows), len(tokens)))
         rows += tokens
     with torch.inference_mode():
-        hidden = decoder.hidden(torch.tensor(rows), torch.tensor(positions), BlockAttention(cache, batch), adapters)
+        hidden = decoder.hidden_cached(torch.tensor(rows), torch.tensor(positions), cache, batch, adapters)
         return decoder.unembed(hidden, adapters)
 
 
@@ -77,9 +78,14 @@ def full_logits(decoder: Decoder, tokens: list[int], adapter: LoraAdapter | None
         return decoder.unembed(hidden, adapter)
 
 
+exact = pytest.mark.skipif(
+    not can_pack(torch.device("cpu"), torch.float32), reason="only oneDNN's products are exact over batches"
+)
+both = pytest.mark.parametrize("kind", [InferenceDecoder, pytest.param(FusedDecoder, marks=exact)])
 TOKENS = [(7 * i * i + 3) % 250 for i in range(150)]
 
 
+@both
 @pytest.mark.parametrize(
     ("family", "sizes"),
     [
@@ -91,18 +97,23 @@ TOKENS = [(7 * i * i + 3) % 250 for i in range(150)]
         ("smollm3", {"num_hidden_layers": 4}),
     ],
 )
-def test_chunks_and_single_tokens_give_the_trainers_logits(tmp_path: Path, family: str, sizes: dict[str, int]) -> None:
+def test_chunks_and_single_tokens_give_the_trainers_logits(
+    tmp_path: Path, family: str, sizes: dict[str, int], kind: type[InferenceDecoder]
+) -> None:
     decoder = load(tmp_path, family, **sizes)
-    sequence = Cached(InferenceDecoder(decoder), make_cache(decoder), [(29 * i) % 64 for i in range(64)])
+    sequence = Cached(kind(decoder), make_cache(decoder), [(29 * i) % 64 for i in range(64)])
     cuts = [0, 70, 71, 72, 100, 147, 148, 149, 150]
     logits = torch.cat([sequence.feed(TOKENS[a:b]) for a, b in itertools.pairwise(cuts)])
     assert (logits - full_logits(decoder, TOKENS)).abs().max() < 1e-4
 
 
+@both
 @pytest.mark.parametrize("switches", [{}, {"train_mlp": False}, {"train_attn": False, "train_unembed": False}])
-def test_rows_of_several_adapters_are_each_their_own(tmp_path: Path, switches: dict[str, bool]) -> None:
+def test_rows_of_several_adapters_are_each_their_own(
+    tmp_path: Path, switches: dict[str, bool], kind: type[InferenceDecoder]
+) -> None:
     decoder = load(tmp_path)
-    inference, cache = InferenceDecoder(decoder), make_cache(decoder)
+    inference, cache = kind(decoder), make_cache(decoder)
     adapters = [trained(decoder, rank, rank, **switches) for rank in (1, 8)]
     frozen = [FrozenAdapter(adapter, decoder.device, decoder.dtype) for adapter in adapters]
     sequences = [Cached(inference, cache, list(range(10 * i, 10 * i + 10))) for i in range(3)]
@@ -126,11 +137,6 @@ def test_a_frozen_adapter_does_not_follow_training(tmp_path: Path) -> None:
     assert torch.equal(before, after)
 
 
-exact = pytest.mark.skipif(
-    not can_pack(torch.device("cpu"), torch.float32), reason="only oneDNN's products are exact over batches"
-)
-
-
 @exact
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(960, 576), (576, 1536), (96, 576), (3, 32), (64, 3), (1, 33), (259, 32)])
@@ -146,11 +152,14 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(threads: int, shape: t
 
 
 @exact
+@both
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (8, 1), (3, 3)])
-def test_logits_do_not_depend_on_batch_chunks_or_blocks(tmp_path: Path, threads: int, heads: tuple[int, int]) -> None:
+def test_logits_do_not_depend_on_batch_chunks_or_blocks(
+    tmp_path: Path, threads: int, heads: tuple[int, int], kind: type[InferenceDecoder]
+) -> None:
     decoder = load(tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1])
-    inference = InferenceDecoder(decoder)
+    inference = kind(decoder)
     adapter = FrozenAdapter(trained(decoder, 5, 2), decoder.device, decoder.dtype)
     torch.set_num_threads(threads)
     try:
@@ -174,12 +183,21 @@ def test_logits_do_not_depend_on_batch_chunks_or_blocks(tmp_path: Path, threads:
         torch.set_num_threads(1)
 
 
-def test_what_is_not_finite_does_not_outlive_its_block(tmp_path: Path) -> None:
+@both
+def test_what_is_not_finite_does_not_outlive_its_block(tmp_path: Path, kind: type[InferenceDecoder]) -> None:
     decoder = load(tmp_path)
     cache = make_cache(decoder)
     cache.keys_LNKCB[:] = float("nan")
     cache.values_LNKBC[:] = float("nan")
     for block in range(40):
         cache.clear(block)
-    logits = Cached(InferenceDecoder(decoder), cache, list(range(40))).feed(TOKENS[:9])
+    logits = Cached(kind(decoder), cache, list(range(40))).feed(TOKENS[:9])
     assert (logits - full_logits(decoder, TOKENS[:9])).abs().max() < 1e-4
+
+
+def test_the_fused_decoder_is_taken_where_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fits, odd = load(tmp_path), load(tmp_path / "odd", head_dim=12)
+    assert isinstance(inference_decoder(fits), FusedDecoder) == can_pack(fits.device, fits.dtype)
+    assert type(inference_decoder(odd)) is InferenceDecoder
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert type(inference_decoder(fits)) is InferenceDecoder
