@@ -20,21 +20,20 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from numba import get_num_threads, njit, prange, set_num_threads
+from numba import config, get_num_threads, njit, prange, set_num_threads
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 Integers: TypeAlias = npt.NDArray[np.int64]
 
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be split over vector lanes, always in the same way; infinities and NaN keep their meaning."""
-HEAD_MULTIPLE = 8
-"""What the head dim must be a multiple of."""
 
 _compiled = functools.partial(njit, cache=True, parallel=True, fastmath=_FAST, error_model="numpy")
 
 
 def use_threads(count: int) -> None:
-    """How many threads the kernels called from this thread use."""
+    """How many threads the kernels called from this thread use; never more than there are cores."""
+    count = min(count, config.NUMBA_NUM_THREADS)
     if get_num_threads() != count:
         set_num_threads(count)
 

@@ -1,4 +1,5 @@
-"""The sampler's decoder on a CPU in float32: products by oneDNN, everything between them by `cpu_kernels`.
+"""The sampler's decoder on a CPU in float32: products by `cpu_product`, everything between them by
+`cpu_kernels`.
 
 Owns: the choice between this and the plain decoder, and one step's pass through the layers. It is the arithmetic of
 `inference` over the same weights and cache; the two are compared by tests/unit/engine/test_inference.py.
@@ -9,7 +10,6 @@ Shapes: as in `inference` and `cpu_kernels`.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import time
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from torch.nn.functional import embedding
 from tinsmith.engine.block_attention import BlockCache, NewTokens
 from tinsmith.engine.inference import InferenceDecoder
 from tinsmith.engine.models.decoder import Decoder, Layer
-from tinsmith.engine.packed_linear import can_pack
+from tinsmith.engine.packed_linear import can_compile, can_pack
 from tinsmith.engine.row_adapters import NO_ADAPTERS, RowAdapters
 
 logger = logging.getLogger(__name__)
@@ -31,16 +31,18 @@ logger = logging.getLogger(__name__)
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
+HEAD_MULTIPLE = 8
+"""What the kernels need a head dim to be a multiple of."""
 SLOW_START_S = 2.0
 """A first step that takes longer than this compiled its kernels, and the log says so."""
 
 
 def inference_decoder(decoder: Decoder) -> InferenceDecoder:
     """The fastest decoder for sampling that this machine has."""
-    if not can_pack(decoder.device, decoder.dtype) or decoder.config.head_dim % 8:
+    if not can_pack(decoder.device, decoder.dtype) or decoder.config.head_dim % HEAD_MULTIPLE:
         return InferenceDecoder(decoder)
-    if importlib.util.find_spec("numba") is None:
-        logger.warning("numba is not installed: sampling is slower than it could be; pip install numba")
+    if not can_compile():
+        logger.warning("numba is missing, or knows no fast product here: sampling is slower than it could be")
         return InferenceDecoder(decoder)
     return FusedDecoder(decoder)
 

@@ -1,9 +1,8 @@
-"""Matrix products for inference: weights laid out once for few rows at a time.
+"""Matrix products for inference: weights laid out once, and a row's result that does not depend on the others.
 
-Owns: the choice of kernel. On a CPU in float32 the weights are copied into oneDNN's blocked layout, which is up to
-twice as fast as a plain product for 4 to 32 rows, and whose result for a row does not depend on the number of rows:
-that is what makes a sample independent of its batch. Elsewhere the plain product is used, and rows of different batches
-agree to rounding only.
+Owns: the choice of kernel. On a CPU in float32 the weights are copied into the layout of `cpu_product`, or, where numba
+is missing, of oneDNN: both give a row the same bits whatever the number of rows, which is what makes a sample
+independent of its batch. Elsewhere the plain product is used, and rows of different batches agree to rounding only.
 Does not know: models, autograd (these weights are never trained).
 
 Shapes: T rows, D inputs, E outputs.
@@ -11,6 +10,8 @@ Shapes: T rows, D inputs, E outputs.
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -21,12 +22,22 @@ InferenceLinear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """x_TD -> x_TD W^T + b, as y_TE."""
 
 _ROWS_HINT = 8
-"""Rows that the layout is made for; with a hint of 1 the result for a single row would differ from that of many."""
+"""Rows that oneDNN's layout is made for; with a hint of 1 a single row's result would differ from that of many."""
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether products of this device and dtype have the fast, batch-independent form."""
-    return device.type == "cpu" and dtype == torch.float32 and _has_onednn()
+    return device.type == "cpu" and dtype == torch.float32 and (can_compile() or _has_onednn())
+
+
+@functools.cache
+def can_compile() -> bool:
+    """Whether kernels can be compiled for this processor."""
+    if importlib.util.find_spec("numba") is None:
+        return False
+    from tinsmith.engine.cpu_product import can_multiply
+
+    return can_multiply()
 
 
 def _has_onednn() -> bool:
@@ -38,6 +49,16 @@ def inference_linear(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None
     """The product with these weights; on a CPU it holds its own copy of them."""
     if not can_pack(weight_ED.device, weight_ED.dtype):
         return lambda x_TD: linear(x_TD, weight_ED, bias_E)
+    if not can_compile():
+        return onednn_linear(weight_ED, bias_E)
+    from tinsmith.engine.cpu_product import PackedWeights
+
+    times = PackedWeights(weight_ED).times
+    return times if bias_E is None else lambda x_TD: times(x_TD).add_(bias_E)
+
+
+def onednn_linear(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> InferenceLinear:
+    """The same by oneDNN."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_ED.detach().contiguous(), _ROWS_HINT)
     product = torch.ops.mkldnn._linear_pointwise.default
     return lambda x_TD: product(x_TD, packed, bias_E, "none", [], "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tinsmith.engine.models.attention import PackedAttention
 from tinsmith.engine.models.decoder import Decoder
 from tinsmith.engine.models.load import load_model
 from tinsmith.engine.models.tiny import make_tiny
-from tinsmith.engine.packed_linear import can_pack, inference_linear
+from tinsmith.engine.packed_linear import InferenceLinear, can_pack, inference_linear, onednn_linear
 from tinsmith.engine.row_adapters import NO_ADAPTERS, FrozenAdapter, RowAdapters
 
 BLOCK = 16
@@ -139,12 +140,18 @@ def test_a_frozen_adapter_does_not_follow_training(tmp_path: Path) -> None:
 
 @exact
 @pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("make", [inference_linear, onednn_linear])
 @pytest.mark.parametrize("shape", [(960, 576), (576, 1536), (96, 576), (3, 32), (64, 3), (1, 33), (259, 32)])
-def test_a_row_of_a_product_does_not_depend_on_the_others(threads: int, shape: tuple[int, int]) -> None:
+def test_a_row_of_a_product_does_not_depend_on_the_others(
+    threads: int, shape: tuple[int, int], make: Callable[..., InferenceLinear]
+) -> None:
     torch.set_num_threads(threads)
     try:
-        product, x = inference_linear(torch.randn(shape)), torch.randn(200, shape[1])
+        weights, bias, x = torch.randn(shape), torch.randn(shape[0]), torch.randn(200, shape[1])
+        product = make(weights, bias)
         all_rows = product(x)
+        expected = x.double() @ weights.double().t() + bias
+        assert (all_rows - expected).abs().max() < 1e-4 * shape[1] ** 0.5
         for count in (1, 2, 3, 5, 8, 13, 32, 64, 127):
             assert torch.equal(product(x[200 - count :]), all_rows[200 - count :])
     finally:
@@ -199,5 +206,5 @@ def test_the_fused_decoder_is_taken_where_it_can_be(tmp_path: Path, monkeypatch:
     fits, odd = load(tmp_path), load(tmp_path / "odd", head_dim=12)
     assert isinstance(inference_decoder(fits), FusedDecoder) == can_pack(fits.device, fits.dtype)
     assert type(inference_decoder(odd)) is InferenceDecoder
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("tinsmith.engine.fused_inference.can_compile", lambda: False)
     assert type(inference_decoder(fits)) is InferenceDecoder
