@@ -11,9 +11,10 @@ Shapes: as in `inference` and `cpu_kernels`.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ import torch
 from torch.nn.functional import embedding
 
 from tinsmith.engine.block_attention import BlockCache, NewTokens
+from tinsmith.engine.dtype_choice import processor
 from tinsmith.engine.inference import InferenceDecoder
 from tinsmith.engine.models.decoder import Decoder, Layer
 from tinsmith.engine.packed_linear import can_compile, can_pack
@@ -33,8 +35,8 @@ Integers = npt.NDArray[np.int64]
 
 HEAD_MULTIPLE = 8
 """What the kernels need a head dim to be a multiple of."""
-SLOW_START_S = 2.0
-"""A first step that takes longer than this compiled its kernels, and the log says so."""
+NOTE = "kernels.txt"
+"""In the cache directory: for which machine and versions the kernels were compiled last."""
 
 
 def inference_decoder(decoder: Decoder) -> InferenceDecoder:
@@ -45,6 +47,27 @@ def inference_decoder(decoder: Decoder) -> InferenceDecoder:
         logger.warning("numba is missing, or knows no fast product here: sampling is slower than it could be")
         return InferenceDecoder(decoder)
     return FusedDecoder(decoder)
+
+
+def compile_kernels(decoder: InferenceDecoder, cache: BlockCache, cache_dir: Path) -> None:
+    """Compile what a step needs now, unless that was done on this machine before: a first sample should not wait.
+
+    The block that is written to is nobody's yet.
+    """
+    if not isinstance(decoder, FusedDecoder):
+        return
+    note = cache_dir / NOTE
+    sources = [Path(__file__).with_name(name).stat().st_mtime_ns for name in ("cpu_kernels.py", "cpu_product.py")]
+    wanted = f"{processor()}; numba {version('numba')}; {decoder.config.head_dim} {cache.block_size}; {sources}"
+    if note.exists() and wanted in note.read_text().splitlines():
+        return
+    logger.info("compiling the sampler's kernels for this processor, once", extra={"event": "compiling"})
+    with torch.inference_mode():
+        zero_T = torch.zeros(1, dtype=torch.int64)
+        decoder.unembed(decoder.hidden_cached(zero_T, zero_T, cache, [NewTokens(0, 0, 1, [0])]))
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    with note.open("a") as lines:
+        lines.write(f"{wanted}\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +97,6 @@ class FusedDecoder(InferenceDecoder):
         super().__init__(decoder)
         self._norms = tuple(self._layer_norms(layer) for layer in decoder.layers)
         self._last_norm_D: Floats = decoder.norm_D.numpy()
-        self._is_warm = False
 
     def hidden_cached(
         self,
@@ -84,7 +106,6 @@ class FusedDecoder(InferenceDecoder):
         batch: Sequence[NewTokens],
         adapters: RowAdapters = NO_ADAPTERS,
     ) -> torch.Tensor:
-        began = time.monotonic()
         from tinsmith.engine.cpu_kernels import add_norm, attend_kernel, gate, turn_and_keep, use_threads
 
         config, eps = self.config, np.float32(self.config.norm_eps)
@@ -127,8 +148,6 @@ class FusedDecoder(InferenceDecoder):
             y_TD = layer.down(active_TI)
             adapters.apply(index, "down", active_TI, y_TD)
         add_norm(x_TD, y_TD.numpy(), self._last_norm_D, eps, normed_TD.numpy())
-        if not self._is_warm:
-            self._say_warm(time.monotonic() - began)
         return normed_TD
 
     def _layer_norms(self, layer: Layer) -> _Norms:
@@ -143,13 +162,6 @@ class FusedDecoder(InferenceDecoder):
         """Cosines and sines as cos_TF, sin_TF: those of the positions, and those that turn nothing."""
         cos_TF, sin_TF = (part_T1F.squeeze(1).numpy() for part_T1F in self._rope.angles(positions_T))
         return (cos_TF, sin_TF), (np.ones_like(cos_TF), np.zeros_like(sin_TF))
-
-    def _say_warm(self, seconds: float) -> None:
-        self._is_warm = True
-        if seconds > SLOW_START_S:
-            logger.info(
-                "the sampler's kernels were compiled for this machine in %.0f s, once", seconds, extra={"event": "warm"}
-            )
 
 
 def _places(positions_T: Integers, batch: Sequence[NewTokens], block_size: int) -> _Places:

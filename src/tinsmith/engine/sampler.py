@@ -14,13 +14,14 @@ from collections import Counter
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as List
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from tinsmith.engine.block_attention import BlockCache, block_bytes
 from tinsmith.engine.cache_room import CacheRoom
-from tinsmith.engine.fused_inference import inference_decoder
+from tinsmith.engine.fused_inference import compile_kernels, inference_decoder
 from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models.decoder import Decoder
 from tinsmith.engine.prefix import PrefixIndex
@@ -89,8 +90,17 @@ class StepReport:
 class Sampler:
     """Draws samples, a step at a time. Not thread-safe: one owner calls it."""
 
-    def __init__(self, decoder: Decoder, token_bytes: List[bytes], limits: SamplerLimits | None = None) -> None:
-        """`token_bytes` are the bytes of each token (`token_bytes.read_token_bytes`), for stop texts."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        token_bytes: List[bytes],
+        limits: SamplerLimits | None = None,
+        cache_dir: Path | None = None,
+    ) -> None:
+        """`token_bytes` are the bytes of each token (`token_bytes.read_token_bytes`), for stop texts.
+
+        `cache_dir` is where it is noted that kernels were compiled; without, they are compiled when first needed.
+        """
         self.limits = limits or SamplerLimits()
         self._decoder = inference_decoder(decoder)
         self._token_bytes = token_bytes
@@ -104,6 +114,8 @@ class Sampler:
         """Tokens of the longest sequence: the model's, or what the cache can hold."""
         count = min(count, self.limits.max_sequences * (-(-config.max_context_length // size) + 1))
         cache = BlockCache(config, count, size, decoder.device, decoder.dtype)
+        if cache_dir is not None:
+            compile_kernels(self._decoder, cache, cache_dir)
         self._room = CacheRoom(cache, PrefixIndex(count, size))
         self._batch = SampleBatch(self._decoder, cache)
         self._adapters: dict[Hashable, FrozenAdapter] = {}

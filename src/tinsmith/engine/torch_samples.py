@@ -43,7 +43,8 @@ class TorchSamples:
         table = read_token_bytes(model.tokenizer_dir / "tokenizer.json")
         self._config = model.config
         self._device = torch.device(options.device)
-        self._sampler = Sampler(model.decoder, table, SamplerLimits(cache_bytes=options.cache_bytes))
+        limits = SamplerLimits(cache_bytes=options.cache_bytes)
+        self._sampler = Sampler(model.decoder, table, limits, Path(options.cache_dir))
         self._max_bytes = options.sampler_adapter_bytes
         self._running: dict[str, _Running] = {}
         self._sizes: dict[str, int] = {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tinsmith.engine.block_attention import BlockCache, NewTokens
-from tinsmith.engine.fused_inference import FusedDecoder, inference_decoder
+from tinsmith.engine.fused_inference import FusedDecoder, compile_kernels, inference_decoder
 from tinsmith.engine.inference import InferenceDecoder
 from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models.attention import PackedAttention
@@ -208,3 +208,16 @@ def test_the_fused_decoder_is_taken_where_it_can_be(tmp_path: Path, monkeypatch:
     assert type(inference_decoder(odd)) is InferenceDecoder
     monkeypatch.setattr("tinsmith.engine.fused_inference.can_compile", lambda: False)
     assert type(inference_decoder(fits)) is InferenceDecoder
+
+
+@exact
+def test_kernels_are_compiled_before_the_first_sample_and_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoder = load(tmp_path)
+    caplog.set_level("INFO")
+    for number in (1, 2):
+        compile_kernels(inference_decoder(decoder), make_cache(decoder), tmp_path)
+        assert caplog.text.count("compiling the sampler's kernels") == 1, f"start {number}"
+    compile_kernels(InferenceDecoder(decoder), make_cache(decoder), tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
