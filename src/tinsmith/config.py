@@ -254,6 +254,8 @@ class ServerConfig:
     """Silence after which a session counts as dead and its models are unloaded."""
     result_grace_s: float = 3600.0
     """How long results and journal stay after a session ended."""
+    curve_grace_s: float = 90 * 86400.0
+    """How long the curve of a run stays after its session ended; as long as a checkpoint of the run, in any case."""
     sweep_s: float = 5.0
     """Pause between two rounds of the sweeper."""
     drain_s: float = 20.0

@@ -191,8 +191,10 @@ OF_ONESELF: dict[str, Ask] = {
     "get_current_checkpoint_storage_usage": ask("get_current_checkpoint_storage_usage"),
     "get_audit_log": ask("get_audit_log"),
     "import_weights": ("POST", "/tinsmith/v1/import_weights", {}),
+    "import_parts": ("POST", "/tinsmith/v1/import_parts", {}),
     "quota": ("GET", "/tinsmith/v1/quota", None),
     "status": ("GET", "/tinsmith/v1/status", None),
+    "usage": ("GET", f"/tinsmith/v1/usage{HOURS}", None),
     "tokenizer": ("GET", f"/tinsmith/v1/tokenizer?model={BASE}", None),
     "samples": ("POST", "/tinsmith/v1/samples", b"\x90"),
     "delete_api_key": ask("delete_api_key"),
@@ -209,9 +211,11 @@ OWN = {
     "sample_results",
     "run_metrics",
     "import_weights",
+    "import_parts",
     "quota",
     "status",
     "tokenizer",
+    "usage",
 }
 """Names of those above that are not in the route table."""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from support.in_process import BASE, Answer, Client, Server, forward_backward, o
 from tinsmith.store.rows import AuditRow, CheckpointRow
 
 PATH = "/tinsmith/v1/import_weights"
+PARTS = "/tinsmith/v1/import_parts"
+UPLOAD = "0123456789abcdef" * 2
 
 
 async def upload(client: Client, message: Any) -> Answer:
@@ -157,5 +161,123 @@ def test_uploads_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
             message = await saved(server, ann)
             answers = await asyncio.gather(*(upload(ann, message) for _ in range(5)))
             assert len({answer.json["path"] for answer in answers}) == 5
+
+    run(scenario())
+
+
+async def send_parts(client: Client, name: str, files: dict[str, bytes], size: int = 1000) -> dict[str, str]:
+    """Files in parts, each of which is sent twice; their digests."""
+    for file, data in files.items():
+        for offset in range(0, max(1, len(data)), size):
+            for _ in range(2):
+                answer = await part_of(client, name, file, offset, data[offset : offset + size])
+                assert (answer.status, answer.json) == (200, {"size_bytes": min(len(data), offset + size)})
+    return {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
+
+
+async def part_of(client: Client, upload: str, file: str, offset: int | str, body: bytes) -> Answer:
+    query = f"?upload={upload}&file={file}&offset={offset}"
+    return await client.server.request("POST", PARTS + query, body, {"x-api-key": client.key})
+
+
+def test_an_adapter_larger_than_a_body_comes_in_parts(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_body_bytes=3000) as server:
+            ann = await server.client("ann")
+            message = await saved(server, ann)
+            files, facts = message.pop("files"), message
+            padded = {**message, "files": {**files, "manifest.json": bytes(3000)}}
+            assert (await upload(ann, padded)).status == 413, "too large for one body"
+            digests = await send_parts(ann, UPLOAD, files)
+            answer = await upload(ann, {**facts, "upload": UPLOAD, "digests": digests})
+            assert answer.status == 200, answer
+            listed = (await ann.get("checkpoints")).json["checkpoints"]
+            (entry,) = [item for item in listed if item["tinker_path"] == answer.json["path"]]
+            assert entry["size_bytes"] == sum(map(len, files.values()))
+            original = next(item["tinker_path"] for item in listed if item["tinker_path"] != entry["tinker_path"])
+            assert await continued(ann, entry["tinker_path"]) == await continued(ann, original)
+            assert list((tmp_path / "data" / "uploads").iterdir()) == []
+            again = await upload(ann, {**facts, "upload": UPLOAD, "digests": digests})
+            assert again.status == 400
+            assert "upload: nothing was uploaded" in again.detail
+
+    run(scenario())
+
+
+def test_an_upload_that_is_not_what_was_said_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann, ben = await server.client("ann"), await server.client("ben")
+            message = await saved(server, ann)
+            files, facts = message.pop("files"), message
+            digests = await send_parts(ann, UPLOAD, files)
+            whole = {**facts, "upload": UPLOAD, "digests": digests}
+            wrong = {**digests, "manifest.json": "0" * 64}
+            for message, says in (
+                ({**whole, "digests": wrong}, "digests: manifest.json is not what was uploaded"),
+                ({**whole, "digests": {}}, "is missing (a checkpoint has"),
+                ({**whole, "files": files}, "files and upload: give one of them"),
+                ({**whole, "digests": {**digests, "x": ""}}, "'x' is not one of them"),
+            ):
+                answer = await upload(ann, message)
+                assert answer.status == 400
+                assert says in answer.detail
+            if "optimizer.safetensors" in digests:
+                less = {name: digest for name, digest in digests.items() if name != "optimizer.safetensors"}
+                assert "was uploaded, not" in (await upload(ann, {**whole, "digests": less})).detail
+            assert "upload: nothing was uploaded" in (await upload(ben, whole)).detail, "it is Ann's"
+            assert (await upload(ann, whole)).status == 200
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "offset", "says"),
+    [
+        ("short", "manifest.json", 0, "upload: must have 16 to 64 characters"),
+        ("0" * 32, "../../etc/passwd", 0, "file: '../../etc/passwd' is not one of"),
+        ("0" * 32, "manifest.json", 5, "offset: 5 is not between 0 and 0, where manifest.json ends"),
+        ("0" * 32, "manifest.json", -1, "offset: -1 is not between 0 and 0"),
+        ("0" * 32, "manifest.json", "x", "offset"),
+    ],
+)
+def test_parts_that_are_refused(tmp_path: Path, name: str, file: str, offset: int | str, says: str) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            answer = await part_of(await server.client("ann"), name, file, offset, b"x")
+            assert answer.status == 400
+            assert says in answer.detail
+
+    run(scenario())
+
+
+def test_limits_of_parts_are_named(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_body_bytes=100, disk_cap_bytes=250) as server:
+            ann = await server.client("ann")
+            assert (await part_of(ann, UPLOAD, "manifest.json", 0, bytes(101))).status == 413
+            for offset in (0, 100):
+                assert (await part_of(ann, UPLOAD, "manifest.json", offset, bytes(100))).status == 200
+            full = await part_of(ann, UPLOAD, "manifest.json", 200, bytes(100))
+            assert full.status == 400
+            assert "that this server allows (disk_cap_bytes)" in full.detail
+            sampler = await server.client("sam", scopes=("sample", "read"))
+            assert (await part_of(sampler, UPLOAD, "manifest.json", 0, b"x")).status == 403
+
+    run(scenario())
+
+
+def test_uploads_that_nobody_goes_on_with_are_deleted(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann = await server.client("ann")
+            for name in ("a" * 32, "b" * 32):
+                await part_of(ann, name, "manifest.json", 0, b"x")
+            old, new = sorted((tmp_path / "data" / "uploads").iterdir())
+            for path in (old, *old.iterdir()):
+                os.utime(path, (1.0, 1.0))
+            server.clock.advance(3601)
+            await server.sweep()
+            assert list((tmp_path / "data" / "uploads").iterdir()) == [new]
 
     run(scenario())

@@ -85,7 +85,7 @@ def test_a_commit_that_got_lost_is_written_once(postgres: PostgresServer, lost: 
                 assert proxy.lose is None
             await store.close()
         (found,) = await direct.read(UsageRow, "usage_of_org", **HOURS)
-        assert found.amount == 10 * 3 * 7
+        assert found.training == 10 * 3 * 7
 
     run(postgres_stores(dsn), scenario)
 
@@ -154,7 +154,7 @@ def test_deadlocks_between_processes_cost_nobody_a_write(postgres: PostgresServe
             )
         await other.close()
         found = await store.read(UsageRow, "usage_of_org", **HOURS)
-        assert {row.amount for row in found} == {20 * 2 * 7}
+        assert {row.training for row in found} == {20 * 2 * 7}
 
     run(make_store, scenario)
 

@@ -9,7 +9,8 @@ from support import store_rows as make
 from support.stores import AnyStore, MakeStore, run
 
 from tinsmith.errors import ConstraintError
-from tinsmith.server.lifetimes import SessionIdRow
+from tinsmith.server.lifetimes import ModelIdRow, SessionIdRow
+from tinsmith.server.spending import StoredRow
 from tinsmith.store import rows
 from tinsmith.store.base import Row, Value, statement
 
@@ -32,13 +33,21 @@ ROUND_TRIPS: list[tuple[Row, str, str, dict[str, Value]]] = [
         "model",
         {"model_id": "model-1"},
     ),
-    (make.sampler(), "insert_sampler", "sampler", {"sampler_id": "sampler-1"}),
+    (make.sampler(run_id="model-1"), "insert_sampler", "sampler", {"sampler_id": "sampler-1"}),
     (make.job(), "insert_job", "job", {"request_id": "model-1:1"}),
     (make.result(), "insert_result", "result", {"request_id": "model-1:1"}),
     (make.checkpoint(), "put_checkpoint", "checkpoint", {"path": "tinker://model-1/weights/a"}),
     (make.checkpoint(public=True, project_id=None), "put_checkpoint", "checkpoints_of_model", {"model_id": "model-1"}),
     (make.custom_loss(), "insert_custom_loss", "custom_loss", {"loss_id": "loss-1"}),
-    (make.usage(), "add_usage", "usage_of_org", {"org_id": "org-1", "since_hour": 100, "until_hour": 101}),
+    (
+        make.usage(
+            run_id="model-1", prefill=1, prefill_cached=2, sampled=3, checkpoints=4, storage=5, device_us=6, jobs=8
+        ),
+        "add_usage",
+        "usage_by_run",
+        {"org_id": "org-1", "since_hour": 100, "until_hour": 101},
+    ),
+    (make.step(), "insert_step", "last_step", {"model_id": "model-1"}),
     (make.audit(), "insert_audit", "audit_of_org", {"org_id": "org-1", "since": 16.0, "until": 16.5, "limit": 9}),
     (make.telemetry(), "insert_telemetry", "telemetry_newest", {"limit": 9}),
 ]
@@ -325,15 +334,120 @@ def test_storage_is_added_up(make_store: MakeStore) -> None:
     run(make_store, scenario)
 
 
-def test_usage_adds_up_by_hour_and_kind(make_store: MakeStore) -> None:
+AMOUNTS = ("training", "prefill", "prefill_cached", "sampled", "checkpoints", "storage", "device_us", "jobs")
+
+
+def test_usage_adds_up_by_hour_and_run(make_store: MakeStore) -> None:
     async def scenario(store: AnyStore) -> None:
-        for hour, kind, amount in ((1, "training", 5), (1, "training", 6), (1, "storage", 9), (2, "sampled", 1)):
-            await store.write(statement("add_usage", make.usage(hour, kind=kind, amount=amount)))
+        amounts = {name: 2**index for index, name in enumerate(AMOUNTS)}
+        for hour, run_id in ((1, "a"), (1, "a"), (1, "b"), (2, "a")):
+            await store.write(statement("add_usage", make.usage(hour, run_id=run_id, **amounts)))
         await store.write(statement("add_usage", make.usage(1, org_id="org-2")))
-        found = await store.read(rows.UsageRow, "usage_of_org", org_id="org-1", since_hour=1, until_hour=2)
-        assert [(row.kind, row.amount) for row in found] == [("storage", 9), ("training", 11)]
+        period = {"org_id": "org-1", "since_hour": 1, "until_hour": 2}
+        by_run = await store.read(rows.UsageRow, "usage_by_run", **period)
+        assert [row.run_id for row in by_run] == ["a", "b"]
+        (whole,) = await store.read(rows.UsageRow, "usage_of_org", **period)
+        for name, amount in amounts.items():
+            assert [getattr(row, name) for row in (*by_run, whole)] == [2 * amount, amount, 3 * amount]
         spent = await store.read(rows.CountRow, "tokens_of_user", org_id="org-1", user_id="user-1", since_hour=1)
-        assert spent == [rows.CountRow(count=12)]
+        assert spent == [rows.CountRow(count=4 * (1 + 2 + 4 + 8))]
+
+    run(make_store, scenario)
+
+
+def test_a_jobs_usage_is_counted_while_it_has_no_result(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        await store.write(statement("insert_job", make.job()))
+        counted = statement("add_job_usage", make.usage(1, device_us=2**40), request_id="model-1:1")
+        done = statement("set_job_state", request_id="model-1:1", state="done")
+        assert await store.write(counted, done) == 2
+        assert await store.write(counted, done) == 0
+        assert await store.write(statement("add_job_usage", make.usage(1), request_id="nobody's")) == 0
+        (found,) = await store.read(rows.UsageRow, "usage_by_run", org_id="org-1", since_hour=1, until_hour=2)
+        assert (found.training, found.device_us) == (7, 2**40)
+
+    run(make_store, scenario)
+
+
+def test_steps_of_a_run(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        for number in range(1, 11):
+            await store.write(statement("insert_step", make.step(2 * number, number)))
+        await store.write(statement("insert_step", make.step(2, 1, model_id="model-2")))
+        assert await store.write(statement("insert_step", make.step(20, 11))) == 0, "a step counts once"
+
+        async def steps(after: int, limit: int) -> list[int]:
+            found = await store.read(rows.StepRow, "steps_after", model_id="model-1", after=after, limit=limit)
+            return [row.step for row in found]
+
+        assert await steps(-1, 3) == [1, 2, 3]
+        assert await steps(6, 99) == [4, 5, 6, 7, 8, 9, 10]
+        assert await store.read(rows.StepRow, "last_step", model_id="model-1") == [make.step(20, 10)]
+        await store.write(statement("thin_steps", model_id="model-1", stride=4, step=10))
+        assert await steps(-1, 99) == [1, 5, 9, 10]
+        assert await store.write(statement("delete_steps", model_id="model-1")) == 4
+        assert await steps(-1, 99) == []
+        assert await store.read(rows.StepRow, "last_step", model_id="model-2") == [make.step(2, 1, model_id="model-2")]
+
+    run(make_store, scenario)
+
+
+def test_runs_are_forgotten_when_nothing_else_is_left_of_them(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        for name, ended_at, pruned in (
+            ("old", 5.0, True),
+            ("new", 15.0, True),
+            ("kept", 5.0, False),
+            ("on", None, False),
+        ):
+            await store.write(statement("insert_session", make.session(name, ended_at=ended_at, pruned=pruned)))
+            for number in (1, 2):
+                model = make.model(f"{name}-{number}", session_id=name)
+                step = make.step(model_id=model.model_id)
+                await store.write(statement("insert_model", model), statement("insert_step", step))
+        await store.write(statement("insert_model", make.model("old-3", session_id="old")))
+        saved = make.checkpoint(model_id="old-2")
+        await store.write(statement("put_checkpoint", saved))
+        found = await store.read(ModelIdRow, "runs_to_forget", before=10.0, limit=9)
+        assert [row.model_id for row in found] == ["old-1"]
+        await store.write(statement("delete_checkpoint", path=saved.path))
+        found = await store.read(ModelIdRow, "runs_to_forget", before=10.0, limit=9)
+        assert [row.model_id for row in found] == ["old-1", "old-2"]
+
+    run(make_store, scenario)
+
+
+def test_steps_that_only_results_tell_of_are_counted(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        for seq, kind, state in (
+            (1, "optim_step", "done"),
+            (2, "forward_backward", "done"),
+            (3, "optim_step", "done"),
+            (4, "optim_step", "failed"),
+            (5, "optim_step", "queued"),
+        ):
+            await store.write(statement("insert_job", make.job(seq=seq, kind=kind, state=state)))
+        for after, count in ((-1, 2), (1, 1), (3, 0)):
+            found = await store.read(rows.CountRow, "count_steps_of_lane_after", lane="model-1", after=after)
+            assert found == [rows.CountRow(count=count)]
+
+    run(make_store, scenario)
+
+
+def test_what_each_run_has_stored(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        for name, fields in {
+            "a": {"size_bytes": 2},
+            "b": {"size_bytes": 3},
+            "c": {"size_bytes": 4, "project_id": None, "model_id": "model-2"},
+            "d": {"size_bytes": 5, "org_id": "org-2"},
+        }.items():
+            await store.write(statement("put_checkpoint", make.checkpoint(name, **fields)))
+        found = await store.read(StoredRow, "storage_of_runs", org_id="org-1")
+        assert [(row.run_id, row.project_id, row.size_bytes) for row in found] == [
+            ("model-1", "project-1", 5),
+            ("model-2", "", 4),
+        ]
 
     run(make_store, scenario)
 

@@ -96,6 +96,55 @@ def test_a_database_of_the_first_version_is_brought_up_to_date(old_database: Mak
     run(old_database, scenario)
 
 
+OLD_USAGE = [
+    ("user-1", "session-2", "training", 5),
+    ("user-1", "session-2", "prefill", 6),
+    ("user-1", "session-2", "prefill_cached", 7),
+    ("user-1", "session-2", "sampled", 2**33),
+    ("user-1", "session-2", "checkpoint", 1),
+    ("user-2", "", "storage", 2**40),
+]
+
+
+@pytest.mark.parametrize("engine", ["sqlite", "postgres"])
+def test_usage_of_the_version_before_runs_were_counted(
+    request: pytest.FixtureRequest, tmp_path: Path, engine: str
+) -> None:
+    """Kinds become columns of one row, which belongs to no run; what comes later is counted beside it."""
+    insert = "INSERT INTO usage VALUES ('org-1', 5, '{}', 'project-1', '{}', 'stub/model', '{}', {})"
+    if engine == "sqlite":
+        make_store = sqlite_stores(tmp_path)
+        run(make_store, lambda store: store.size_bytes(), migrations=load_migrations()[:2])
+        with sqlite3.connect(tmp_path / "tinsmith.db") as connection:
+            for values in OLD_USAGE:
+                connection.execute(insert.format(*values))
+        connection.close()
+    else:
+        dsn = request.getfixturevalue("postgres").database()
+        make_store = postgres_stores(dsn)
+        run(make_store, lambda store: store.size_bytes(), migrations=load_migrations()[:2])
+        with psycopg.connect(dsn) as connection:
+            for values in OLD_USAGE:
+                connection.execute(insert.format(*values))
+
+    async def scenario(store: AnyStore) -> None:
+        later = make.usage(5, session_id="session-2", run_id="model-1", device_us=9)
+        await store.write(statement("add_usage", later))
+        found = await store.read(rows.UsageRow, "usage_by_run", org_id="org-1", since_hour=0, until_hour=9)
+        tokens = {"training": 5, "prefill": 6, "prefill_cached": 7, "sampled": 2**33, "checkpoints": 1}
+        assert found == [
+            make.usage(5, session_id="session-2", **tokens),
+            later,
+            make.usage(5, user_id="user-2", session_id="", training=0, storage=2**40),
+        ]
+        await store.write(statement("insert_step", make.step()))
+        sampler = make.sampler("new", run_id="model-1")
+        await store.write(statement("insert_sampler", sampler))
+        assert await store.read(rows.SamplerRow, "sampler", sampler_id="new") == [sampler]
+
+    run(make_store, scenario)
+
+
 def test_a_further_step_is_applied_once_and_keeps_rows(old_database: MakeStore) -> None:
     async def scenario(store: AnyStore) -> None:
         assert await store.read(Colour, "orgs") == [Colour(org_id="org-1", colour="tin")]

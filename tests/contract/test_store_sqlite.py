@@ -32,7 +32,7 @@ from tinsmith.store.sqlite import SqliteStore
 async def write(store, lane, first):
     for seq in range(first, first + 10_000):
         row = make.job(lane, seq, job=f"{lane}:{seq}".encode() * 50)
-        await store.write(statement("insert_job", row), statement("add_usage", make.usage(session_id=lane, amount=1)))
+        await store.write(statement("insert_job", row), statement("add_usage", make.usage(session_id=lane, training=1)))
         print(lane, seq, flush=True)
 
 async def main():
@@ -88,6 +88,8 @@ def test_every_acknowledged_row_survives_kill_9(tmp_path: Path) -> None:
         assert process.stdout is not None
         wanted = len(acknowledged) + chance.randint(1, 1500)
         for line in process.stdout:
+            if not line.endswith("\n"):
+                break  # it was killed while it said so
             acknowledged.add((line.split()[0], int(line.split()[1])))
             if len(acknowledged) == wanted:
                 process.kill()
@@ -99,7 +101,7 @@ def test_every_acknowledged_row_survives_kill_9(tmp_path: Path) -> None:
     assert acknowledged <= kept.keys()
     assert all(kept[lane, seq] == f"{lane}:{seq}".encode() * 50 for lane, seq in acknowledged)
     # Both statements of a write are there, or neither is.
-    amounts = dict(connection.execute("SELECT session_id, amount FROM usage"))
+    amounts = dict(connection.execute("SELECT session_id, training FROM usage"))
     assert amounts == dict(connection.execute("SELECT lane, COUNT(*) FROM jobs GROUP BY lane"))
     connection.close()
 

@@ -16,9 +16,12 @@ from tinsmith.store.queries import load_queries
 from tinsmith.store.rows import CountRow, JobRow, OrgRow, SamplerRow, UsageRow
 
 INTEGERS = {
-    "amount",
+    "checkpoints",
     "clones",
+    "datums",
+    "device_us",
     "hour",
+    "jobs",
     "keep",
     "key_id",
     "limit",
@@ -26,17 +29,24 @@ INTEGERS = {
     "after",
     "first",
     "last",
+    "prefill",
+    "prefill_cached",
     "pruned",
     "public",
     "requests_per_minute",
+    "sampled",
     "seq",
     "since_hour",
     "size_bytes",
     "snapshot_seq",
+    "step",
+    "storage",
+    "stride",
     "tokens_per_day",
+    "training",
     "until_hour",
 }
-TIMES = {"at", "before", "since", "until"}
+TIMES = {"at", "before", "seconds", "since", "until"}
 
 
 class AnyRow(Row, frozen=True, kw_only=True):
@@ -217,9 +227,9 @@ def test_text_and_times_come_back_as_they_were(make_store: MakeStore, fields: di
 @pytest.mark.parametrize("amount", [0, -1, 2**31, 2**63 - 1, -(2**63)])
 def test_integers_come_back_as_they_were(make_store: MakeStore, amount: int) -> None:
     async def scenario(store: AnyStore) -> None:
-        await store.write(statement("add_usage", make.usage(amount=amount)))
-        rows = await store.read(UsageRow, "usage_of_org", org_id="org-1", since_hour=0, until_hour=1000)
-        assert [row.amount for row in rows] == [amount]
+        await store.write(statement("add_usage", make.usage(storage=amount)))
+        rows = await store.read(UsageRow, "usage_by_run", org_id="org-1", since_hour=0, until_hour=1000)
+        assert [row.storage for row in rows] == [amount]
 
     run(make_store, scenario)
 
@@ -356,7 +366,7 @@ def test_two_stores_share_a_database(make_lasting_store: MakeStore) -> None:
             amounts = [one.write(statement("add_usage", make.usage())) for _ in range(50) for one in (store, other)]
             await asyncio.gather(*amounts)
             rows = await store.read(UsageRow, "usage_of_org", org_id="org-1", since_hour=0, until_hour=1000)
-            assert [row.amount for row in rows] == [700]
+            assert [row.training for row in rows] == [700]
         finally:
             await other.close()
 

@@ -15,6 +15,7 @@ from support.cli_run import Cli
 
 import tinsmith
 from tinsmith import AdamParams, Datum, ModelInput
+from tinsmith.client import extensions
 from tinsmith.engine.models.tiny import make_tiny
 
 TOKENS = [11, 12, 13, 41, 42, 43, 44, 45]
@@ -123,7 +124,11 @@ def test_an_exported_adapter_comes_back(world: World, tmp_path: Path) -> None:
     assert "other" in wrong
 
 
-def test_a_download_comes_back_with_its_optimizer(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part_bytes", [extensions.PART_BYTES, 5000], ids=["at once", "in parts"])
+def test_a_download_comes_back_with_its_optimizer(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(extensions, "PART_BYTES", part_bytes)
     place = world.cli.json("checkpoint", "download", world.path, "-o", str(tmp_path))["destination"]
     answer = world.cli.json("checkpoint", "import", place)
     assert (answer["base_model"], answer["lora_rank"]) == ("tiny", 8)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import subprocess
-import sys
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -186,7 +185,14 @@ def test_curves_in_files(world: World, tmp_path: Path) -> None:
     (line,) = drawn.findall("{http://www.w3.org/2000/svg}polyline")
     assert len(line.attrib["points"].split()) == STEPS
     world.cli("run", "plot", world.run, "--all", "-o", str(page))
-    assert page.read_text().count("<svg") == page.read_text().count("<h2>") >= 5
+    text = page.read_text()
+    assert text.count("<svg") == text.count("<h2>") >= 5
+    for part in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        (curve,) = ElementTree.fromstring(part).findall("{http://www.w3.org/2000/svg}polyline")
+        assert len(curve.attrib["points"].split()) == STEPS
+    image = tmp_path / "a.png"
+    world.cli("run", "plot", world.run, "-o", str(image))
+    assert image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
 def test_curves_that_cannot_be_drawn(world: World, tmp_path: Path) -> None:
@@ -195,15 +201,7 @@ def test_curves_that_cannot_be_drawn(world: World, tmp_path: Path) -> None:
     assert "'nope' was not measured (there are: loss," in cli.fails("run", "plot", world.run, "-m", "nope", code=2)
     assert "must end in .svg" in cli.fails("run", "plot", world.run, "-o", str(tmp_path / "a.doc"))
     assert "an SVG holds one curve" in cli.fails("run", "plot", world.run, "--all", "-o", str(tmp_path / "a.svg"))
-    missing = "import sys; sys.modules['matplotlib.figure'] = None; from tinsmith.cli.main import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", missing, "run", "plot", world.run, "-o", str(tmp_path / "a.png")],
-        env=cli._of_process({}),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert "a PNG needs matplotlib (pip install matplotlib); .svg and .html need nothing" in done.stderr
+    assert "cannot be written" in cli.fails("run", "plot", world.run, "-o", str(tmp_path / "none" / "a.png"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -238,7 +236,24 @@ def test_usage_is_summed(world: World) -> None:
     ).fails("usage")
     for by in ("model", "session", "user", "day"):
         assert len(world.cli.json("usage", "--by", by)["groups"]) == 1
-    assert MODEL in world.cli("usage")
+    text = world.cli("usage")
+    assert MODEL in text
+    assert "Seconds" in text
+
+
+def test_usage_by_run(world: World) -> None:
+    answer = world.cli.json("usage", "--by", "run")
+    assert (answer["by"], answer["missing"]) == ("run", [])
+    groups = {group["run"]: group for group in answer["groups"]}
+    assert groups[world.run]["training"] == STEPS * 9
+    assert groups[world.run]["device_s"] > 0
+    assert groups[world.run]["checkpoints"] == 4
+    assert groups[world.run]["stored_gb"] > 0
+    assert groups[world.idle]["training"] == 0
+    (sampler,) = set(groups) - {world.run, world.idle}
+    assert sampler.startswith(f"{world.session}:sample:")
+    assert groups[sampler]["sampled"] == 3
+    assert answer["total"]["device_s"] == pytest.approx(sum(group["device_s"] for group in groups.values()))
 
 
 def test_status_tells_what_runs_and_how_long_it_takes(world: World) -> None:

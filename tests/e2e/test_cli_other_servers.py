@@ -59,6 +59,25 @@ def test_sessions_of_any_server(
     assert training.model_id in cli("session", "info", session["session_id"])
 
 
+@pytest.mark.parametrize(("by", "told"), [("run", "session"), ("project", "project"), ("model", "model")])
+def test_usage_of_a_server_that_counts_without_runs_and_seconds(
+    make_server: Callable[..., TinkerServer], connect: Callable[..., ServiceClient], tmp_path: Path, by: str, told: str
+) -> None:
+    other = make_server(vintage="0.36")
+    cli = Cli(other.url, other.key, tmp_path)
+    connect(other).create_lora_training_client("stub/model", rank=4).save_state("one").result(10)
+    answer = cli.json("usage", "--by", by)
+    assert answer["by"] == told
+    assert answer["groups"]
+    assert all(told in group and group["device_s"] is None for group in answer["groups"])
+    assert answer["total"]["device_s"] is None
+    assert ("this server does not count by run" in " ".join(answer["missing"])) == (by == "run")
+    assert (answer["total"]["stored_gb"] is None) == (by != "project")
+    shown = cli.run("usage", "--by", by)
+    assert told.capitalize() in shown.stdout
+    assert "note: this server does not tell the seconds that its devices computed" in shown.stderr
+
+
 def test_what_a_server_before_0_36_cannot_search(
     make_server: Callable[..., TinkerServer], connect: Callable[..., ServiceClient], tmp_path: Path
 ) -> None:

@@ -163,10 +163,23 @@ def usage(hour: int = 100, **fields: Any) -> rows.UsageRow:
         "project_id": "project-1",
         "session_id": "session-1",
         "base_model": "stub/model",
-        "kind": "training",
-        "amount": 7,
+        "run_id": "",
+        "training": 7,
     }
     return rows.UsageRow(**values | fields)
+
+
+def step(seq: int = 2, step: int = 1, **fields: Any) -> rows.StepRow:
+    values = {
+        "model_id": "model-1",
+        "seq": seq,
+        "step": step,
+        "datums": 3,
+        "seconds": 0.25,
+        "finished_at": 12.5,
+        "metrics": '{"loss:sum": 0.5}',
+    }
+    return rows.StepRow(**values | fields)
 
 
 def audit(at: float = 16.0, **fields: Any) -> rows.AuditRow:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -12,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from tinsmith.cli import output
+from tinsmith.cli import output, png
 from tinsmith.cli.output import ago, cell, duration, size
 from tinsmith.cli.paging import fetch, title
 from tinsmith.cli.plots import BRAILLE, sparkline, terminal_curve, write_curves
 from tinsmith.cli.prometheus import percentiles, timings
+from tinsmith.cli.report import numbered
 from tinsmith.cli.run_curves import Steps, curve_of, main_metric
-from tinsmith.cli.usage import summed, windows
+from tinsmith.cli.usage import merged, summed, total, windows
 from tinsmith.config import prices_from_env
 from tinsmith.errors import InvalidInputError, TinkerError
 
@@ -32,7 +35,7 @@ def dots(line: str) -> set[int]:
 
 
 def test_a_curve_begins_at_its_first_value_and_ends_at_its_last() -> None:
-    lines = terminal_curve([3.0, 2.0, 1.0], width=10, height=4).splitlines()
+    lines = terminal_curve([(1, 3.0), (2, 2.0), (3, 1.0)], width=10, height=4).splitlines()
     assert [line.partition("┤")[0].strip() for line in lines[:-1]] == ["3", "", "", "1"]
     assert 0 in dots(lines[0])
     assert 9 in dots(lines[3])
@@ -42,14 +45,21 @@ def test_a_curve_begins_at_its_first_value_and_ends_at_its_last() -> None:
 
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0, 2.0], [math.nan, 1.0, math.inf], list(range(1000))])
 def test_any_values_make_a_curve_of_the_asked_size(values: list[float]) -> None:
-    lines = terminal_curve(values, width=12, height=3).splitlines()
+    lines = terminal_curve(numbered(values), width=12, height=3).splitlines()
     assert len(lines) == 4
     assert {len(line.partition("┤")[2]) for line in lines[:-1]} == {12}
 
 
 def test_no_values_make_no_curve() -> None:
-    assert terminal_curve([math.nan]) == terminal_curve([]) == "(no finite values)"
+    assert terminal_curve([(1, math.nan)]) == terminal_curve([]) == "(no finite values)"
     assert sparkline([]) == sparkline([math.inf]) == ""
+
+
+def test_a_thinned_curve_is_drawn_where_its_steps_are() -> None:
+    lines = terminal_curve([(1, 1.0), (9, 1.0), (10, 0.0), (11, 0.0)], width=11, height=2).splitlines()
+    assert dots(lines[0]) >= set(range(8))
+    assert min(dots(lines[1])) == 9
+    assert lines[-1].split() == ["1", "11"]
 
 
 def test_a_sparkline_shows_the_latest_values() -> None:
@@ -59,7 +69,7 @@ def test_a_sparkline_shows_the_latest_values() -> None:
 
 
 def test_names_are_escaped_in_pages(tmp_path: Path) -> None:
-    write_curves(tmp_path / "a.html", "<run>", {"<script>": [1.0, 2.0], "b": [1.0]})
+    write_curves(tmp_path / "a.html", "<run>", {"<script>": numbered([1.0, 2.0]), "b": numbered([1.0])})
     text = (tmp_path / "a.html").read_text()
     assert "<script>" not in text
     assert "&lt;script&gt;" in text
@@ -93,7 +103,15 @@ def test_passes_are_joined_to_the_step_that_follows_them() -> None:
     assert main_metric(steps.done) == "loss"
     assert main_metric([third]) == "lr"
     assert main_metric([]) is None
-    assert curve_of(steps.done, "loss:sum") == [6.0, 1.0]
+    assert curve_of(steps.done, "loss:sum") == [(1, 6.0), (2, 1.0)]
+
+
+def test_steps_that_a_server_joined_and_thinned() -> None:
+    steps = Steps()
+    (seventh,) = steps.add([{**point(14, "optim_step", loss_sum=6.0, tokens_sum=3.0, lr=0.1), "step": 7}])
+    assert (seventh.number, seventh.metrics["loss"], seventh.seconds) == (7, 2.0, 0.5)
+    (next_one,) = steps.add([point(15, "optim_step")])
+    assert next_one.number == 8
 
 
 def test_percentiles_are_the_edges_of_their_buckets() -> None:
@@ -179,6 +197,27 @@ def test_rows_are_summed_and_priced() -> None:
     assert (day["day"], day["cost_usd"]) == ("2027-01-15", 3.0)
 
 
+def test_periods_of_our_own_server_are_merged_and_priced() -> None:
+    def answer(stored: dict[str, int], **runs: dict[str, float]) -> dict[str, Any]:
+        return {
+            "by": "run",
+            "groups": [{"run": name, **amounts} for name, amounts in runs.items()],
+            "stored_bytes": stored,
+        }
+
+    early = answer({"a": 10**9}, a={"training": 1_000_000, "device_s": 1.5, "jobs": 2})
+    late = answer({"a": 2 * 10**9, "c": 5}, a={"training": 1, "device_s": 0.25}, b={"sampled": 500_000})
+    a, b, c = merged([early, late], "run", {"training": 2.0, "sampled": 4.0})
+    assert (a["run"], a["training"], a["device_s"], a["stored_gb"]) == ("a", 1_000_001, 1.75, 2.0)
+    assert (b["sampled"], b["device_s"], b["stored_gb"], b["cost_usd"]) == (500_000, 0.0, 0.0, 2.0)
+    assert (c["run"], c["training"], c["stored_gb"]) == ("c", 0, 5e-9)
+    whole = total([a, b, c])
+    assert (whole["device_s"], whole["cost_usd"]) == (1.75, pytest.approx(4.000002))
+    assert merged([{**late, "stored_bytes": {}}], "run", {})[0]["cost_usd"] is None
+    assert total([])["device_s"] is None
+    assert total([])["training"] == 0
+
+
 def test_prices_come_from_the_file_and_the_environment(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text("[prices]\ntraining = 1\nsampled = 2.5\n")
@@ -240,7 +279,84 @@ def test_a_narrow_terminal_breaks_values_and_cuts_none(
         assert cells == path
 
 
-def test_a_picture_where_matplotlib_is_installed(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="PNG needs matplotlib, which is optional")
-    write_curves(tmp_path / "a.png", "run", {"loss": [3.0, 2.0, 1.0], "b": [1.0]})
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+def read_png(data: bytes) -> list[list[bytes]]:
+    """The pixels of a picture in rows; asserts what any reader would check."""
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    chunks, place = [], 8
+    while place < len(data):
+        size, kind = struct.unpack(">I4s", data[place : place + 8])
+        body = data[place + 8 : place + 8 + size]
+        (checksum,) = struct.unpack(">I", data[place + 8 + size : place + 12 + size])
+        assert checksum == zlib.crc32(kind + body)
+        chunks.append((kind, body))
+        place += 12 + size
+    assert [kind for kind, _ in chunks] == [b"IHDR", b"IDAT", b"IEND"]
+    width, height, depth, colours, *_ = struct.unpack(">IIBBBBB", chunks[0][1])
+    assert (depth, colours) == (8, 2)
+    plain = zlib.decompress(chunks[1][1])
+    assert len(plain) == height * (3 * width + 1)
+    rows = [plain[start : start + 3 * width + 1] for start in range(0, len(plain), 3 * width + 1)]
+    assert {row[0] for row in rows} == {0}
+    return [[row[at : at + 3] for at in range(1, len(row), 3)] for row in rows]
+
+
+def drawn_at(pixels: list[list[bytes]], rows: range) -> dict[int, float]:
+    """For each column in which a curve is: how far from the top it is, on average."""
+    columns: dict[int, list[int]] = {}
+    for y in rows:
+        for x, colour in enumerate(pixels[y]):
+            if colour == png.LINE:
+                columns.setdefault(x, []).append(y)
+    return {x: sum(found) / len(found) for x, found in columns.items()}
+
+
+def test_a_picture_holds_the_curves(tmp_path: Path) -> None:
+    falling = [(step, 3.0 - step / 50) for step in range(1, 101)]
+    curves = {
+        "loss": falling,
+        "grad_norm": [(1, 1.0), (50, 9.0), (100, 1.0)],
+        "b": [(7, 2.0)],
+        "nothing": [(1, math.nan)],
+    }
+    write_curves(tmp_path / "a.png", "Training run é", curves)
+    pixels = read_png((tmp_path / "a.png").read_bytes())
+    assert (len(pixels[0]), len(pixels)) == (png.WIDTH, png.HEAD + 4 * png.HEIGHT)
+    parts = [
+        drawn_at(pixels, range(png.HEAD + png.HEIGHT * number, png.HEAD + png.HEIGHT * (number + 1)))
+        for number in range(4)
+    ]
+    across = range(png.LEFT, png.WIDTH - png.RIGHT + 1)
+    loss, norm, dot, nothing = parts
+    assert set(across) <= set(loss), "no gap"
+    assert [round(loss[x]) for x in across] == sorted(round(loss[x]) for x in across), "it falls"
+    assert loss[across[-1]] - loss[across[0]] == pytest.approx(png.HEIGHT - png.TOP - png.BOTTOM, abs=3)
+    top = min(norm, key=lambda x: norm[x])
+    assert top == pytest.approx(across[0] + (across[-1] - across[0]) * 49 / 99, abs=3), "highest at step 50"
+    assert len(dot) == 5
+    assert nothing == {}
+    assert any(colour == png.INK for row in pixels[: png.HEAD] for colour in row), "a title"
+
+
+def test_letters_look_like_themselves() -> None:
+    canvas = png.Canvas(12 * png.SCALE, 8 * png.SCALE)
+    canvas.text(0, 0, "T1")
+    pixels = read_png(canvas.png())
+    shown = [
+        "".join("#" if pixels[y][x] == png.INK else "." for x in range(0, 12 * png.SCALE, png.SCALE))
+        for y in range(0, 7 * png.SCALE, png.SCALE)
+    ]
+    assert shown == [
+        "#####...#...",
+        "#.#.#..##...",
+        "..#.....#...",
+        "..#.....#...",
+        "..#.....#...",
+        "..#.....#...",
+        "..#....###..",
+    ]
+
+
+@pytest.mark.parametrize("name", ["a.svg", "a.html", "a.png"])
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TinkerError, match=rf"none/{name} cannot be written: No such file"):
+        write_curves(tmp_path / "none" / name, "x", {"loss": [(1, 1.0)]})

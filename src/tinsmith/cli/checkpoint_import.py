@@ -36,8 +36,8 @@ def import_(directory: Path, model: str | None, name: str, base: Path | None) ->
     """Bring an adapter into a server, and load it there once to see that it fits.
 
     DIRECTORY is a PEFT adapter (adapter_config.json and adapter_model.safetensors), or what "checkpoint download"
-    fetched, optimizer state included. Prints the path for create_training_client_from_state. The server's limit for
-    one upload is its setting max_body_bytes.
+    fetched, optimizer state included. Prints the path for create_training_client_from_state. It may be as large as the
+    server has room for (its settings disk_cap_bytes and min_free_bytes).
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = directory
@@ -49,10 +49,10 @@ def import_(directory: Path, model: str | None, name: str, base: Path | None) ->
                 f"{directory} is a whole checkpoint: it names its model, and needs no --model or --base"
             )
         check_manifest(folder)
-        request = {"name": name, **_facts(folder), "files": _contents(folder)}
-    path = _uploaded(request)
+        facts = {"name": name, **_facts(folder)}
+        path = _uploaded(facts, {file: folder / file for file in FILES if (folder / file).exists()})
     if wants_json():
-        print_json({"path": path, "base_model": request["base_model"], "lora_rank": request["rank"]})
+        print_json({"path": path, "base_model": facts["base_model"], "lora_rank": facts["rank"]})
     else:
         click.echo(path)
 
@@ -74,19 +74,15 @@ def _facts(folder: Path) -> dict[str, Any]:
         raise click.ClickException(f"{folder / MANIFEST} is not that of a checkpoint: {error!r}") from None
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
-    return {name: (folder / name).read_bytes() for name in FILES if (folder / name).exists()}
-
-
-def _uploaded(request: dict[str, Any]) -> str:
+def _uploaded(facts: dict[str, Any], files: dict[str, Path]) -> str:
     """The path of the checkpoint, which a run has loaded; one that does not load is deleted again."""
     from tinsmith.client.extensions import Extensions
     from tinsmith.client.rest import RestClient
     from tinsmith.errors import TinkerError
 
     with operations() as holder:
-        path = Extensions(holder).import_weights(request)
-        has_optimizer = "optimizer.safetensors" in request["files"]
+        path = Extensions(holder).import_weights(facts, files)
+        has_optimizer = "optimizer.safetensors" in files
         try:
             with service_client(user_metadata={"created_by": "tinsmith checkpoint import"}) as service:
                 if has_optimizer:

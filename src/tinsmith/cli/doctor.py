@@ -34,7 +34,7 @@ EXTRAS = {
     "ray": ("ray",),
 }  # fmt: skip
 """Distributions by the extra that installs them."""
-OTHERS = {"huggingface_hub": "models from the hub and push-hf", "matplotlib": "curves as PNG"}
+OTHERS = {"huggingface_hub": "models from the hub and push-hf"}
 TEXT = "Naïve café: 12 % of 3.5 is 0.42, 你好 \U0001f600\n"
 
 

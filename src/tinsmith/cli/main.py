@@ -28,7 +28,7 @@ COMMANDS = {
     "session": ("tinsmith.cli.session", "session", "Sessions: list, show, finish, export a trace."),
     "status": ("tinsmith.cli.status", "status", "Is the server up, and what does it do?"),
     "train": ("tinsmith.cli.train", "train", "Fine-tune a model on a JSONL file, resumably."),
-    "usage": ("tinsmith.cli.usage", "usage", "Tokens, storage and cost, summed up."),
+    "usage": ("tinsmith.cli.usage", "usage", "Tokens, seconds, storage and cost, summed up."),
 }
 """Name of a command, where it is, and what the overview says about it."""
 

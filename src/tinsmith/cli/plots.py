@@ -1,4 +1,4 @@
-"""Curves: as characters for a terminal, as SVG, as one HTML page, and as PNG where matplotlib is installed.
+"""Curves: as characters for a terminal, and as files: SVG, one HTML page, PNG.
 
 Does not know: where the numbers come from.
 """
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from tinsmith.cli.report import Points, curve_svg
 from tinsmith.errors import InvalidInputError, TinkerError
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -28,17 +29,18 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(BARS[min(len(BARS) - 1, int((value - low) / span * len(BARS)))] for value in shown)
 
 
-def terminal_curve(values: Sequence[float], width: int = 72, height: int = 12) -> str:
-    """Values over their positions, drawn with dots; the highest and the lowest stand at the left."""
-    points = [(index, value) for index, value in enumerate(values) if math.isfinite(value)]
+def terminal_curve(curve: Points, width: int = 72, height: int = 12) -> str:
+    """Values over steps, drawn with dots; the highest and the lowest stand at the left, the steps below."""
+    points = [(step, value) for step, value in curve if math.isfinite(value)]
     if not points:
         return "(no finite values)"
+    first, last = curve[0][0], curve[-1][0]
     low, high = min(value for _, value in points), max(value for _, value in points)
     columns, rows = 2 * width, 4 * height
     cells = [[0] * width for _ in range(height)]
     before: tuple[int, int] | None = None
-    for index, value in points:
-        x = round(index * (columns - 1) / max(1, len(values) - 1))
+    for step, value in points:
+        x = round((step - first) * (columns - 1) / ((last - first) or 1.0))
         y = round((high - value) * (rows - 1) / ((high - low) or 1.0))
         for dot_x, dot_y in _between(before or (x, y), (x, y)):
             cells[dot_y // 4][dot_x // 2] |= DOTS[dot_x % 2][dot_y % 4]
@@ -49,8 +51,8 @@ def terminal_curve(values: Sequence[float], width: int = 72, height: int = 12) -
         f"{name:>{margin}} ┤{''.join(chr(BRAILLE + dots) for dots in row)}"
         for name, row in zip(names, cells, strict=True)
     ]
-    last = str(len(values))
-    return "\n".join([*lines, f"{'':>{margin}}  1{last:>{width - 1}}"])
+    begin = f"{first:g}"
+    return "\n".join([*lines, f"{'':>{margin}}  {begin}{f'{last:g}':>{width - len(begin)}}"])
 
 
 def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
@@ -65,7 +67,7 @@ def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, in
     ]
 
 
-def write_curves(path: Path, title: str, curves: Mapping[str, Sequence[float]]) -> None:
+def write_curves(path: Path, title: str, curves: Mapping[str, Points]) -> None:
     """Curves over steps into a file, as its ending says."""
     kind = path.suffix.lower()
     if kind not in FORMATS:
@@ -74,21 +76,31 @@ def write_curves(path: Path, title: str, curves: Mapping[str, Sequence[float]]) 
         raise InvalidInputError(
             f"{path}: an SVG holds one curve; choose one with --metric, or write .html", field="output"
         )
+    try:
+        path.write_bytes(_encoded(kind, title, curves))
+    except OSError as error:
+        raise TinkerError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _encoded(kind: str, title: str, curves: Mapping[str, Points]) -> bytes:
     if kind == ".png":
-        _write_png(path, title, curves)
-        return
-    drawn = {name: _svg(name, values) for name, values in curves.items()}
+        from tinsmith.cli.png import curves_png
+
+        return curves_png(title, curves)
+    drawn = {name: _svg(name, points) for name, points in curves.items()}
     text = next(iter(drawn.values())) + "\n" if kind == ".svg" else _page(title, drawn)
-    path.write_text(text, encoding="utf-8")
+    return text.encode()
 
 
-def _svg(name: str, values: Sequence[float]) -> str:
+def _svg(name: str, curve: Points) -> str:
     """The report's curve as a picture that stands alone."""
-    from tinsmith.cli.report import curve_svg
-
-    points = [(step, value) for step, value in enumerate(values, 1) if math.isfinite(value)]
+    points = [(step, value) for step, value in curve if math.isfinite(value)]
     alone = '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" '
-    return curve_svg(name, points).replace("<svg ", alone, 1)
+    drawn = (
+        curve_svg(name, points)
+        or f'<svg viewBox="0 0 300 40"><text x="8" y="24">{escape(name)}: no values</text></svg>'
+    )
+    return drawn.replace("<svg ", alone, 1)
 
 
 def _page(title: str, drawn: Mapping[str, str]) -> str:
@@ -104,22 +116,3 @@ svg {{ width: 100%; fill: #555; }}
 <h1>{escape(title)}</h1>
 {parts}</html>
 """
-
-
-def _write_png(path: Path, title: str, curves: Mapping[str, Sequence[float]]) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise TinkerError(
-            f"{path}: a PNG needs matplotlib (pip install matplotlib); .svg and .html need nothing"
-        ) from None
-    figure = Figure(figsize=(9, 3 * len(curves)), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(title)
-    for number, (name, values) in enumerate(curves.items(), start=1):
-        axes = figure.add_subplot(len(curves), 1, number)
-        axes.plot(range(1, len(values) + 1), values)
-        axes.set_xlabel("step")
-        axes.set_ylabel(name)
-    figure.savefig(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import Any
 
 import click
@@ -10,7 +11,7 @@ import click
 from tinsmith.cli.connection import confirmed, connected, operations, rest_client
 from tinsmith.cli.output import ago, formatted, print_json, print_properties, print_table, wants_json
 from tinsmith.cli.paging import fetch, limited, title
-from tinsmith.cli.run_curves import plot, watch
+from tinsmith.cli.run_curves import Steps, main_metric, plot, watch
 
 PAGE = 100
 COLUMNS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
@@ -111,10 +112,8 @@ def _properties(found: Any, known: dict[str, Any]) -> dict[str, Any]:
     if known:
         values["State"] = known["state"]
         values["Session"] = f"{known['session_id']} ({known['session_status']})"
-        values["Requests"] = f"{known['requests']} accepted, {known['queued']} without a result yet"
-        values["Journal"] = "replayed from its beginning after a crash"
-        if known["snapshot_seq"] >= 0:
-            values["Journal"] = f"replayed from request {known['snapshot_seq']} on after a crash (snapshot)"
+        values.update(_progress(known))
+        values.update(_journal(known))
     if known.get("fault"):
         values["Fault"] = known["fault"]
     for name, checkpoint in (("Training", found.last_checkpoint), ("Sampler", found.last_sampler_checkpoint)):
@@ -123,6 +122,29 @@ def _properties(found: Any, known: dict[str, Any]) -> dict[str, Any]:
     for key, value in (found.user_metadata or {}).items():
         values[f"Metadata: {key}"] = value
     return values
+
+
+def _progress(known: dict[str, Any]) -> dict[str, str]:
+    """How far the run came, where the server tells."""
+    last = known.get("last")
+    if not last:
+        return {}
+    steps = Steps()
+    (step,) = steps.add([last])
+    name = main_metric([step])
+    value = f", {name} {step.metrics[name]:.4g}" if name else ""
+    finished = ago(datetime.fromtimestamp(last["finished_at"], UTC))
+    return {"Steps": f"{known['steps']}{value} ({finished})"}
+
+
+def _journal(known: dict[str, Any]) -> dict[str, str]:
+    if not known.get("has_journal", True):
+        return {"Journal": "gone, as are the results: the session is over"}
+    restart = f"from request {known['snapshot_seq']} on" if known["snapshot_seq"] >= 0 else "from its beginning"
+    return {
+        "Requests": f"{known['requests']} accepted, {known['queued']} without a result yet",
+        "Journal": f"replayed {restart} after a crash{' (snapshot)' if known['snapshot_seq'] >= 0 else ''}",
+    }
 
 
 @run.command()

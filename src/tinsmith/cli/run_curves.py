@@ -1,6 +1,7 @@
 """`tinsmith run plot` and `tinsmith run watch`: what a run measured, step by step.
 
-Owns: from a server's points (one per request) to steps (what one `optim_step` closes).
+Owns: from a server's points to steps (what one `optim_step` closes). A server tells of steps, or of requests, which are
+joined here; a long curve is told with gaps.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinsmith.cli.connection import connected, operations
 from tinsmith.cli.output import console, duration, formatted, print_json, wants_json
+
+if TYPE_CHECKING:
+    from tinsmith.cli.report import Points
 
 LOSS = "loss"
 """Our own name of the loss per counted token, where the server counts them."""
@@ -52,23 +56,26 @@ class Steps:
         return self.done[known:]
 
     def _closed(self, point: dict[str, Any]) -> Step:
-        metrics = {**joined(self._passes), **point["metrics"]}
+        metrics = _with_loss({**joined(self._passes), **point["metrics"]})
         seconds = sum(each["seconds"] for each in (*self._passes, point))
-        return Step(len(self.done) + 1, point["seq"], point["finished_at"], seconds, metrics)
+        number = point.get("step", self.done[-1].number + 1 if self.done else 1)
+        return Step(number, point["seq"], point["finished_at"], seconds, metrics)
 
 
 def joined(passes: list[dict[str, Any]]) -> dict[str, float]:
-    """The metrics of a step's passes by the rules of the protocol, and the loss per token."""
+    """The metrics of a step's passes by the rules of the protocol."""
     from tinsmith.wire.combining import combine_metrics
     from tinsmith.wire.training import ForwardBackwardOutput
 
     if not passes:
         return {}
-    metrics = combine_metrics([ForwardBackwardOutput("", [{}] * point["datums"], point["metrics"]) for point in passes])
+    return combine_metrics([ForwardBackwardOutput("", [{}] * point["datums"], point["metrics"]) for point in passes])
+
+
+def _with_loss(metrics: dict[str, float]) -> dict[str, float]:
+    """With the loss per token, where the server counts tokens."""
     tokens = metrics.get("tokens:sum")
-    if tokens and "loss:sum" in metrics:
-        metrics = {LOSS: metrics["loss:sum"] / tokens, **metrics}
-    return metrics
+    return {LOSS: metrics["loss:sum"] / tokens, **metrics} if tokens and "loss:sum" in metrics else metrics
 
 
 def pages(extensions: Any, run_id: str, after: int = -1) -> Iterator[dict[str, Any]]:
@@ -87,8 +94,9 @@ def main_metric(steps: list[Step]) -> str | None:
     return next((name for name in (LOSS, "loss:mean", "loss:sum") if name in names), names[0] if names else None)
 
 
-def curve_of(steps: list[Step], name: str) -> list[float]:
-    return [step.metrics[name] for step in steps if name in step.metrics]
+def curve_of(steps: list[Step], name: str) -> list[tuple[float, float]]:
+    """Steps and values."""
+    return [(step.number, step.metrics[name]) for step in steps if name in step.metrics]
 
 
 @click.command()
@@ -99,15 +107,15 @@ def curve_of(steps: list[Step], name: str) -> list[float]:
     "-o",
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="A file that ends in .svg, .html or .png (PNG needs matplotlib), instead of the terminal.",
+    help="A file that ends in .svg, .html or .png, instead of the terminal.",
 )
 @formatted
 @connected
 def plot(run_id: str, metrics: tuple[str, ...], every: bool, output: Path | None) -> None:
     """Draw what a run measured, step by step.
 
-    A step is what one optim_step closes. Servers keep the results of a run while its session lasts and for a while
-    after it; tinsmith's does for an hour, unless its setting result_grace_s says otherwise.
+    A step is what one optim_step closes. The server keeps the curve as long as a checkpoint of the run, and at least
+    for the time that its setting curve_grace_s says; of a run with more than 4096 steps it keeps every n-th.
     """
     from tinsmith.client.extensions import Extensions
 
@@ -128,11 +136,11 @@ def plot(run_id: str, metrics: tuple[str, ...], every: bool, output: Path | None
         _draw(curves)
 
 
-def _chosen(steps: list[Step], metrics: tuple[str, ...], every: bool, run_id: str) -> dict[str, list[float]]:
+def _chosen(steps: list[Step], metrics: tuple[str, ...], every: bool, run_id: str) -> dict[str, Points]:
     names = list(dict.fromkeys(name for step in steps for name in step.metrics))
     if not names:
         raise click.ClickException(
-            f"{run_id} has no finished steps that the server still knows; results go some time after the session's end"
+            f"{run_id} has no finished steps that the server knows; without a checkpoint they are kept for a time"
         )
     for name in metrics:
         if name not in names:
@@ -141,15 +149,15 @@ def _chosen(steps: list[Step], metrics: tuple[str, ...], every: bool, run_id: st
     return {name: curve_of(steps, name) for name in wanted}
 
 
-def _draw(curves: Mapping[str, list[float]]) -> None:
+def _draw(curves: Mapping[str, Points]) -> None:
     import shutil
 
     from tinsmith.cli.plots import terminal_curve
 
     width = min(100, shutil.get_terminal_size((90, 24)).columns) - 14
-    for name, values in curves.items():
-        click.echo(f"{name}: {values[0]:.4g} to {values[-1]:.4g} in {len(values)} steps")
-        click.echo(terminal_curve(values, width=max(20, width)))
+    for name, points in curves.items():
+        click.echo(f"{name}: {points[0][1]:.4g} to {points[-1][1]:.4g} in {points[-1][0]:g} steps")
+        click.echo(terminal_curve(points, width=max(20, width)))
 
 
 def _plain(step: Step) -> dict[str, Any]:
@@ -227,7 +235,7 @@ def _view(run_id: str, steps: list[Step], page: dict[str, Any]) -> Any:
     lines = [Text(f"{run_id}: {page['base_model']}, {page['state']}, {page['queued']} requests under way")]
     if name is None:
         return Group(*lines, Text("no finished step yet"))
-    values = curve_of(steps, name)
+    values = [value for _, value in curve_of(steps, name)]
     lines.append(Text(f"{name} {sparkline(values, 60)} {values[-1]:.4g}"))
     names = list(dict.fromkeys(key for step in steps[-SHOWN:] for key in step.metrics))[:6]
     table = Table("Step", "Took", *names)

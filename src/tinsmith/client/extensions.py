@@ -7,6 +7,11 @@ Does not know: what is shown to people.
 
 from __future__ import annotations
 
+import hashlib
+import secrets
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -20,6 +25,8 @@ from tinsmith.wire import faults
 PREFIX = "/tinsmith/v1"
 TIMEOUT_S = 10.0
 UPLOAD_TIMEOUT_S = 600.0
+PART_BYTES = 8 * 1024 * 1024
+"""Of a large upload, in one request."""
 
 
 class Extensions:
@@ -59,31 +66,74 @@ class Extensions:
             )
         raise error
 
-    def import_weights(self, request: dict[str, Any]) -> str:
-        """Upload a checkpoint's files with what they are; its path."""
+    def usage(self, by: str, starting_on: datetime, ending_before: datetime) -> dict[str, Any] | None:
+        """Usage in a period of whole hours, summed up by `by`; None where the server does not offer that."""
+        period = {"starting_on": starting_on.isoformat(), "ending_before": ending_before.isoformat()}
 
-        async def run() -> HttpResponse:
+        async def run() -> HttpResponse | None:
+            connection = self._holder.connection
+            await connection.ready()
+            if not connection.extensions.get("usage"):
+                return None
+            return await self._get(f"{PREFIX}/usage?{urlencode({'by': by, **period})}", await connection.headers())
+
+        response = self._holder.submit("usage", run()).result()
+        if response is None:
+            return None
+        if response.status != 200 or (answer := _object(response)) is None:
+            info = RequestInfo("GET", response.url)
+            raise faults.status_error(response.status, response.body, response.headers, info)
+        return answer
+
+    def import_weights(self, facts: dict[str, Any], files: Mapping[str, Path]) -> str:
+        """Upload a checkpoint's files with what they are; its path. Large ones go in parts if the server takes them."""
+
+        async def run() -> str:
             connection = self._holder.connection
             await connection.ready()
             if not connection.extensions.get("import_weights"):
                 raise TinkerError("this server does not take checkpoints from elsewhere (tinsmith serve does)")
-            return await connection.transport().send(
-                HttpRequest(
-                    method="POST",
-                    url=f"{connection.config.base_url}{PREFIX}/import_weights",
-                    headers={**await connection.headers(), "content-type": "application/msgpack"},
-                    body=msgspec.msgpack.encode(request),
-                    timeout_s=UPLOAD_TIMEOUT_S,
-                    purpose=Purpose.REST,
-                )
-            )
+            is_large = sum(path.stat().st_size for path in files.values()) > PART_BYTES
+            if is_large and connection.extensions.get("import_parts"):
+                upload = secrets.token_hex(16)
+                digests = {name: await self._upload(upload, name, path) for name, path in files.items()}
+                request = {**facts, "upload": upload, "digests": digests}
+            else:
+                request = {**facts, "files": {name: path.read_bytes() for name, path in files.items()}}
+            return str((await self._post("import_weights", msgspec.msgpack.encode(request)))["path"])
 
-        response = self._holder.submit("import_weights", run()).result()
+        return self._holder.submit("import_weights", run()).result()
+
+    async def _upload(self, upload: str, name: str, path: Path) -> str:
+        """Send a file in parts; its digest."""
+        digest, offset = hashlib.sha256(), 0
+        with path.open("rb") as file:
+            part = file.read(PART_BYTES)
+            while part or not offset:  # an empty file is a part of its own
+                query = urlencode({"upload": upload, "file": name, "offset": offset})
+                await self._post(f"import_parts?{query}", part)
+                digest.update(part)
+                offset += max(1, len(part))
+                part = file.read(PART_BYTES)
+        return digest.hexdigest()
+
+    async def _post(self, path: str, body: bytes) -> dict[str, Any]:
+        connection = self._holder.connection
+        response = await connection.transport().send(
+            HttpRequest(
+                method="POST",
+                url=f"{connection.config.base_url}{PREFIX}/{path}",
+                headers={**await connection.headers(), "content-type": "application/msgpack"},
+                body=body,
+                timeout_s=UPLOAD_TIMEOUT_S,
+                purpose=Purpose.REST,
+            )
+        )
         answer = _object(response)
         if response.status != 200 or answer is None:
             info = RequestInfo("POST", response.url)
             raise faults.status_error(response.status, response.body, response.headers, info)
-        return str(answer["path"])
+        return answer
 
     async def _get(self, path: str, headers: dict[str, str]) -> HttpResponse:
         connection = self._holder.connection

@@ -1,5 +1,5 @@
-"""Endpoints of our own, outside the protocol: health, metrics, schema, tokenizers, token streams, quota, curves,
-imports, downloads.
+"""Endpoints of our own, outside the protocol: health, metrics, schema, tokenizers, token streams, quota, usage,
+curves, imports, downloads.
 
 Clients learn of those that concern them from the `tinsmith` object in the answer to client/config.
 """
@@ -34,6 +34,8 @@ from tinsmith.server.routes.sampling import submit_body, submit_sample
 from tinsmith.server.routes.training import card_of
 from tinsmith.server.services import Services
 from tinsmith.server.signing import DOWNLOAD_PREFIX
+from tinsmith.server.spending import read_query, spent
+from tinsmith.server.uploads import add_part, read_part
 from tinsmith.version import __version__
 from tinsmith.wire import json_codec, proto_sampling
 from tinsmith.wire.futures import FuturesRetrieveRequest
@@ -65,8 +67,10 @@ def extension_routes(services: Services) -> list[Route]:
         Route(f"{OWN_PREFIX}/tokenizer", extensions.tokenizer),
         Route(f"{OWN_PREFIX}/quota", extensions.quota),
         Route(f"{OWN_PREFIX}/status", extensions.status),
+        Route(f"{OWN_PREFIX}/usage", extensions.usage),
         Route(f"{OWN_PREFIX}/training_runs/{{training_run_id}}/metrics", extensions.run_metrics),
         Route(f"{OWN_PREFIX}/import_weights", extensions.import_weights, methods=["POST"]),
+        Route(f"{OWN_PREFIX}/import_parts", extensions.import_parts, methods=["POST"]),
         Route(f"{OWN_PREFIX}/sample_stream", extensions.sample_stream, methods=["POST"]),
         Route(SAMPLES.path, extensions.samples, methods=["POST"]),
         Route(SAMPLE_RESULTS.path, extensions.sample_results, methods=["POST"]),
@@ -165,8 +169,19 @@ class Extensions:
             }
         )
 
+    async def usage(self, request: Request) -> Response:
+        """`?by=NAME&starting_on=T&ending_before=T`: tokens, device seconds and storage by run, project, model ..."""
+        try:
+            caller = await self._caller(request)
+            caller.need("read")
+            query = read_query(request.query_params)
+            answer = await spent(self._services, caller, query)
+        except TinkerError as error:
+            return _refused(error)
+        return _json(answer)
+
     async def run_metrics(self, request: Request) -> Response:
-        """`?after=N&limit=N`: what a run's passes and steps measured, by their numbers, and how the run stands."""
+        """`?after=N&limit=N`: what a run's steps measured, behind a request's number, and how the run stands."""
         try:
             caller = await self._caller(request)
             caller.need("read")
@@ -182,7 +197,7 @@ class Extensions:
         return _json(answer)
 
     async def import_weights(self, request: Request) -> Response:
-        """A checkpoint's files as MessagePack, at most `max_body_bytes`; they become a checkpoint of the caller's."""
+        """A checkpoint's files as MessagePack, or the name of an upload that has them; they become a checkpoint."""
         try:
             caller = await self._caller(request)
             caller.need("train")
@@ -191,6 +206,17 @@ class Extensions:
         except TinkerError as error:
             return _refused(error)
         return _json({"path": path})
+
+    async def import_parts(self, request: Request) -> Response:
+        """`?upload=NAME&file=NAME&offset=N`: a part of a file, at most `max_body_bytes`, for import_weights."""
+        try:
+            caller = await self._caller(request)
+            caller.need("train")
+            part = read_part(request.query_params)
+            size_bytes = await add_part(self._services, caller, part, await self._body(request))
+        except TinkerError as error:
+            return _refused(error)
+        return _json({"size_bytes": size_bytes})
 
     async def sample_stream(self, request: Request) -> Response:
         """A sample as server-sent events: `token` for each piece, `wait` while nothing comes, then `done`."""

@@ -52,7 +52,7 @@ class Files:
         """Make the directories; only this user may look in."""
         self.root.mkdir(parents=True, exist_ok=True)
         os.chmod(self.root, 0o700)
-        for name in ("checkpoints", "samplers", "loads", "snapshots", "traces"):
+        for name in ("checkpoints", "samplers", "loads", "snapshots", "traces", "uploads"):
             (self.root / name).mkdir(exist_ok=True)
 
     def checkpoint(self, model_id: str, kind: str, name: str, request_id: str) -> Path:

@@ -18,7 +18,6 @@ from tinsmith.server.files import remove_tree
 from tinsmith.server.promises import Outcome
 from tinsmith.server.replaying import fingerprint_in, fingerprint_text
 from tinsmith.server.services import Services
-from tinsmith.server.usage import add_usage
 from tinsmith.server.work import Finished, Finisher, Work
 from tinsmith.store.base import Statement, statement
 from tinsmith.store.rows import AuditRow, CheckpointRow, SamplerRow
@@ -79,6 +78,7 @@ def _new_sampler(services: Services, work: Work, files: SavedFiles) -> Finished:
         directory=work.job.directory,
         adapter_key=files.digest,
         created_at=services.clock(),
+        run_id=work.job.model_id,
     )
     answer = {"sampling_session_id": row.sampler_id, "type": "save_weights_for_sampler"}
     return Finished(_outcome(answer), (statement("insert_sampler_if_absent", row),))
@@ -118,8 +118,7 @@ async def _new_checkpoint(services: Services, work: Work, files: SavedFiles) -> 
             if directory not in services.saving.get(row.path, ()):  # else it arrived earlier and runs later
                 remove_tree(Path(directory))
 
-    statements = (statement("put_checkpoint", row), _audit(work, row, now), _count(work, row, now))
-    return Finished(_outcome(answer), statements, clean)
+    return Finished(_outcome(answer), (statement("put_checkpoint", row), _audit(work, row, now)), clean)
 
 
 def _audit(work: Work, row: CheckpointRow, now: float) -> Statement:
@@ -135,19 +134,6 @@ def _audit(work: Work, row: CheckpointRow, now: float) -> Statement:
             model_id=row.model_id,
             tinker_path=row.path,
         ),
-    )
-
-
-def _count(work: Work, row: CheckpointRow, now: float) -> Statement:
-    return add_usage(
-        now=now,
-        org_id=row.org_id,
-        user_id=row.user_id,
-        project_id=row.project_id,
-        session_id=row.session_id,
-        base_model=row.base_model,
-        kind="checkpoint",
-        amount=1,
     )
 
 

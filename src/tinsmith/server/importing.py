@@ -1,4 +1,5 @@
-"""Checkpoints from elsewhere: files that a client uploads, kept under a run of their own.
+"""Checkpoints from elsewhere: files that a client uploads, in one request or before it in parts, kept under a run of
+their own.
 
 The files are in the layout of the server's engine, digests included; whether they are good is seen, and said, when a
 run loads them. What the server checks is who may, under which name, for which model, and how much.
@@ -13,6 +14,8 @@ import math
 import os
 import secrets
 import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -25,22 +28,25 @@ from tinsmith.server.routes.training import ADAMW, MAX_RANK, card_of
 from tinsmith.server.routes.weights import check_disk_cap
 from tinsmith.server.services import Services
 from tinsmith.server.submitting import check_open
+from tinsmith.server.uploads import FILES, place_of, sha256_of
 from tinsmith.store.base import statement
 from tinsmith.store.rows import AuditRow, CheckpointRow, ModelRow, SessionRow
 from tinsmith.wire.weights import tinker_path
 
-FILES = frozenset({"adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "manifest.json"})
 NEEDED = FILES - {"optimizer.safetensors"}
 
 
 class ImportRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body, as MessagePack: what the adapter is, and its files."""
+    """The body, as MessagePack: what the adapter is, and its files, or the upload that holds them and their digests."""
 
     name: str
     base_model: str
     rank: int
     alpha: float
-    files: dict[str, bytes]
+    files: dict[str, bytes] = {}
+    upload: str | None = None
+    digests: dict[str, str] = {}
+    """The SHA-256 of each file of the upload."""
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
@@ -58,6 +64,7 @@ async def import_checkpoint(services: Services, caller: Caller, request: ImportR
     check_open(services)
     _check(services, request)
     await check_disk_cap(services)
+    source = await _source(services, caller, request)
     session_id, now = str(uuid.uuid4()), services.clock()
     model_id = f"{session_id}:train:0"
     path = tinker_path(model_id, "weights", request.name)
@@ -89,8 +96,8 @@ async def import_checkpoint(services: Services, caller: Caller, request: ImportR
         kind="weights",
         name=request.name,
         directory=str(directory),
-        size_bytes=sum(map(len, request.files.values())),
-        digest=_digest(request.files),
+        size_bytes=source.size_bytes,
+        digest=source.digest,
         **made,  # type: ignore[arg-type]
     )
     model = ModelRow(used_at=now, state="unloaded", **made)  # type: ignore[arg-type]
@@ -104,7 +111,7 @@ async def import_checkpoint(services: Services, caller: Caller, request: ImportR
         model_id=model_id,
         tinker_path=path,
     )
-    await asyncio.to_thread(_write, directory, request.files)
+    await asyncio.to_thread(_keep, directory, source)
     try:
         await services.store.write(
             statement("insert_session", session),
@@ -127,33 +134,76 @@ def _check(services: Services, request: ImportRequest) -> None:
         raise InvalidInputError(f"alpha: {request.alpha} is not a number above 0", field="alpha")
     if not (request.train_attn or request.train_mlp or request.train_unembed):
         raise InvalidInputError("train_attn, train_mlp and train_unembed are all false: there is no adapter")
-    unknown, missing = sorted(set(request.files) - FILES), sorted(NEEDED - set(request.files))
+    if request.files and request.upload is not None:
+        raise InvalidInputError("files and upload: give one of them", field="upload")
+    names = set(request.files) if request.upload is None else set(request.digests)
+    unknown, missing = sorted(names - FILES), sorted(NEEDED - names)
     if unknown or missing:
         wrong = f"{unknown[0][:100]!r} is not one of them" if unknown else f"{missing[0]} is missing"
         raise InvalidInputError(f"files: {wrong} (a checkpoint has {', '.join(sorted(FILES))})", field="files")
     services.files.check_room()
 
 
-def _digest(files: dict[str, bytes]) -> str:
-    parts = "".join(f"{name}:{hashlib.sha256(data).hexdigest()}\n" for name, data in sorted(files.items()))
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Checked files on their way: in memory, or in an upload's directory."""
+
+    files: Mapping[str, bytes]
+    upload: Path | None
+    size_bytes: int
+    digest: str
+
+
+async def _source(services: Services, caller: Caller, request: ImportRequest) -> Source:
+    if request.upload is None:
+        digests = {name: hashlib.sha256(data).hexdigest() for name, data in request.files.items()}
+        return Source(request.files, None, sum(map(len, request.files.values())), _digest(digests))
+    place = place_of(services, caller, request.upload)
+    size_bytes = await asyncio.to_thread(_check_upload, place, request.digests)
+    return Source({}, place, size_bytes, _digest(request.digests))
+
+
+def _check_upload(place: Path, digests: Mapping[str, str]) -> int:
+    """Whether an upload is what its client says; its size."""
+    present = {path.name: path for path in place.glob("*")}
+    if set(present) != set(digests):
+        there = ", ".join(sorted(present)) or "nothing"
+        raise InvalidInputError(f"upload: {there} was uploaded, not {', '.join(sorted(digests))}", field="upload")
+    for name, path in present.items():
+        if sha256_of(path) != digests[name]:
+            raise InvalidInputError(f"digests: {name} is not what was uploaded; upload it again", field="digests")
+    return sum(path.stat().st_size for path in present.values())
+
+
+def _digest(digests: Mapping[str, str]) -> str:
+    parts = "".join(f"{name}:{digest}\n" for name, digest in sorted(digests.items()))
     return hashlib.sha256(parts.encode()).hexdigest()
 
 
-def _write(directory: Path, files: dict[str, bytes]) -> None:
+def _keep(directory: Path, source: Source) -> None:
     """Whole or not at all, and on the disk when this returns."""
     partial = directory.with_name(f".{directory.name}.partial")
-    partial.mkdir(parents=True)
     try:
-        for name, data in files.items():
-            with (partial / name).open("wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
+        if source.upload is not None:
+            partial.parent.mkdir(parents=True, exist_ok=True)
+            os.rename(source.upload, partial)
+        else:
+            partial.mkdir(parents=True)
+            for name, data in source.files.items():
+                (partial / name).write_bytes(data)
+        for path in partial.iterdir():
+            _sync(path)
         os.rename(partial, directory)
         for place in (directory, directory.parent):
-            descriptor = os.open(place, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            _sync(place)
     except OSError as error:
         remove_tree(partial)
         raise InvalidInputError(f"files: they could not be written: {error.strerror}", field="files") from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

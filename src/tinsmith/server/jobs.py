@@ -20,7 +20,7 @@ import msgspec
 from tinsmith.engine.base import Done, JobCancelledError, JobFailedError, encode_job
 from tinsmith.errors import ConstraintError, InvalidInputError, StoreError
 from tinsmith.server.promises import Broker, Outcome, Promise
-from tinsmith.server.usage import usage_statements
+from tinsmith.server.usage import job_usage
 from tinsmith.server.work import Draft, Finished, Finisher, Work, digest_of, error_outcome
 from tinsmith.store.base import Statement, Store, statement
 from tinsmith.store.rows import JobRow, ResultRow
@@ -206,7 +206,7 @@ class Jobs:
         return rows[0]
 
     async def _finish(self, work: Work, result: Done | BaseException) -> None:
-        finished, state, usage = await self._meaning(work, result)
+        finished, state, beside = await self._meaning(work, result)
         body = finished.outcome.body
         kept = ResultRow(
             request_id=work.row.request_id,
@@ -218,9 +218,9 @@ class Jobs:
         )
         await self._write_for_sure(
             statement("insert_result", kept),
+            *beside,
             statement("set_job_state", request_id=work.row.request_id, state=state),
             *finished.statements,
-            *usage,
         )
         self._count(work.row.org_id, -1)
         self._broker.settle(work.row.request_id, finished.outcome)
@@ -232,8 +232,8 @@ class Jobs:
     async def _meaning(self, work: Work, result: Done | BaseException) -> tuple[Finished, str, list[Statement]]:
         if isinstance(result, Done):
             try:
-                usage = usage_statements(work, result, self._clock())
-                return await self._finishers[work.row.kind](work, result), "done", usage
+                usage = job_usage(work, result, self._clock())
+                return await self._finishers[work.row.kind](work, result), "done", [usage, *work.beside]
             except Exception as error:
                 logger.exception("a finished job cannot be told", extra={"event": "finish", "job_id": work.job.job_id})
                 result = error

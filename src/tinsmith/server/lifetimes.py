@@ -13,9 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tinsmith.errors import StoreError
+from tinsmith.server.curves import catch_up
 from tinsmith.server.files import remove_tree
 from tinsmith.server.services import Services
-from tinsmith.server.usage import add_usage
+from tinsmith.server.uploads import forget_stale
+from tinsmith.server.usage import storage_usage
 from tinsmith.store.base import Row, Statement, statement
 from tinsmith.store.rows import CheckpointRow, ModelRow, SamplerRow, SessionRow
 
@@ -89,7 +91,7 @@ class Sweeper:
         await self._expire_sessions()
         await self._expire_checkpoints()
         await self._prune()
-        await self._count_storage()
+        await self._hourly()
         services.metrics.pending.set(services.broker.count())
         services.metrics.sessions.set(len(services.access.sessions))
         services.metrics.models.set(len(services.runs.all()))
@@ -140,6 +142,8 @@ class Sweeper:
         for session in over:
             samplers = await services.store.read(SamplerRow, "samplers_of_session", session_id=session.session_id)
             models = await services.store.read(ModelRow, "models_of_session", session_id=session.session_id)
+            for model in models:
+                await catch_up(services.store, model.model_id)  # what a database from before has of it
             places = [services.files.sampler(row.sampler_id) for row in samplers]
             places += [services.files.loads(row.model_id) for row in models]
             places += [services.files.snapshots(row.model_id) for row in models]
@@ -153,29 +157,44 @@ class Sweeper:
             for place in places:
                 await asyncio.to_thread(remove_tree, place)
 
-    async def _count_storage(self) -> None:
-        """Byte hours of checkpoints, for usage."""
-        services = self._services
-        now = services.clock()
+    async def _hourly(self) -> None:
+        now = self._services.clock()
         if now - self._storage_at < STORAGE_EVERY_S:
             return
         hours, self._storage_at = (now - self._storage_at) / 3600, now
+        await self._count_storage(now, hours)
+        await self._forget_curves(now)
+        await asyncio.to_thread(forget_stale, self._services.files.root)
+
+    async def _count_storage(self, now: float, hours: float) -> None:
+        """Byte hours of checkpoints, for usage."""
+        services = self._services
         rows = await services.store.read(OwnedStorageRow, "storage_by_owner")
         statements = [
-            add_usage(
+            storage_usage(
                 now=now,
                 org_id=row.org_id,
                 user_id=row.user_id,
                 project_id=row.project_id,
-                session_id="",
-                base_model="",
-                kind="storage",
-                amount=int(row.size_bytes * hours),
+                size_bytes=row.size_bytes,
+                hours=hours,
             )
             for row in rows
         ]
         for group in _groups(statements):
             await services.store.write(*group)
+
+    async def _forget_curves(self, now: float) -> None:
+        """Curves of runs that left nothing else."""
+        store, before = self._services.store, now - self._services.config.curve_grace_s
+        while runs := await store.read(ModelIdRow, "runs_to_forget", before=before, limit=BATCH):
+            await store.write(*(statement("delete_steps", model_id=run.model_id) for run in runs))
+
+
+class ModelIdRow(Row, frozen=True, kw_only=True):
+    """A run by its id alone."""
+
+    model_id: str
 
 
 class SessionIdRow(Row, frozen=True, kw_only=True):

@@ -27,6 +27,7 @@ from tinsmith.engine.base import (
     SaveState,
     Unload,
 )
+from tinsmith.server.curves import Curve
 from tinsmith.server.files import remove_tree
 from tinsmith.server.lanes import Lane
 from tinsmith.server.replaying import (
@@ -58,8 +59,9 @@ OVER = "the session is over"
 class Run:
     """One model. All methods are called on the server's loop."""
 
-    def __init__(self, row: ModelRow, origin: Origin, lane: Lane[Work], runs: Runs) -> None:
+    def __init__(self, row: ModelRow, origin: Origin, lane: Lane[Work], runs: Runs, curve: Curve) -> None:
         self.row = row
+        self.curve = curve
         self.origin = origin
         self.lane = lane
         self.reason = ""
@@ -197,6 +199,8 @@ class Run:
         elif work in self._under_way:  # else an answer from a time before the loss
             self._under_way.remove(work)
             self._snapshots.cost.end(work.job.job_id, future.result().device_s if error is None else None)
+            if error is None:
+                work.beside = self.curve.finished(work, future.result(), self._runs.clock())
             self._runs.jobs.finish(work, error if error is not None else future.result())
         self.pump()
 

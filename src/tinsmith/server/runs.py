@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from tinsmith.engine.base import Backend, CreateModel, JobFailedError
+from tinsmith.server.curves import Curve, load_curve
 from tinsmith.server.jobs import Jobs
 from tinsmith.server.lanes import Lane
 from tinsmith.server.replaying import Journal, NumberRow, Origin, for_sure, pause_s
@@ -51,7 +52,7 @@ class Runs:
 
     def add(self, row: ModelRow, create: CreateModel) -> Run:
         """A run that was just accepted."""
-        run = self._runs[row.model_id] = Run(row, Origin(create), Lane(), self)
+        run = self._runs[row.model_id] = Run(row, Origin(create), Lane(), self, Curve(row.model_id))
         return run
 
     def known(self, model_id: str) -> Run | None:
@@ -109,12 +110,13 @@ class Runs:
         creation = await self.store.read(JobRow, "job_by_number", **creation_number(row.model_id))
         numbers = await self.store.read(NumberRow, "lane_numbers", lane=row.model_id)
         queued = await self.store.read(JobRow, "queued_of_lane", lane=row.model_id)
+        curve = await load_curve(self.store, row.model_id)
         create = Work.from_row(creation[0])
         assert isinstance(create.job, CreateModel)
         lane: Lane[Work] = Lane(
             (number.seq for number in numbers if number.state != "queued"), first=row.snapshot_seq + 1 or 1
         )
-        run = Run(row, Origin.of(row, create.job), lane, self)
+        run = Run(row, Origin.of(row, create.job), lane, self, curve)
         self._runs[row.model_id] = run
         if creation[0].state == "queued":
             self.jobs.reopen(create)

@@ -49,6 +49,8 @@ class Work:
     context: dict[str, Any]
     started_at: float = 0.0
     on_tokens: OnTokens | None = None
+    beside: Sequence[Statement] = ()
+    """Written with its result, if it is one."""
 
     @classmethod
     def from_row(cls, row: JobRow) -> Work:

@@ -174,15 +174,15 @@ SELECT COUNT(*) AS count FROM models WHERE project_id = :project_id AND org_id =
 
 -- name: insert_sampler
 INSERT INTO samplers (sampler_id, session_id, org_id, user_id, base_model, model_path, directory, adapter_key, clones,
-    created_at)
+    created_at, run_id)
 VALUES (:sampler_id, :session_id, :org_id, :user_id, :base_model, :model_path, :directory, :adapter_key, :clones,
-    :created_at);
+    :created_at, :run_id);
 
 -- name: insert_sampler_if_absent
 INSERT INTO samplers (sampler_id, session_id, org_id, user_id, base_model, model_path, directory, adapter_key, clones,
-    created_at)
+    created_at, run_id)
 VALUES (:sampler_id, :session_id, :org_id, :user_id, :base_model, :model_path, :directory, :adapter_key, :clones,
-    :created_at)
+    :created_at, :run_id)
 ON CONFLICT (sampler_id) DO NOTHING;
 
 -- name: sampler
@@ -320,13 +320,43 @@ WHERE jobs.session_id = :session_id ORDER BY results.finished_at, results.reques
 -- name: result_bytes
 SELECT CAST(COALESCE(SUM(length(body)), 0) AS BIGINT) AS size_bytes FROM results;
 
--- What the requests of a run measured, for curves: page on with the last seq.
+-- What the passes and steps of a run measured, for curves: page on with the last seq.
 -- name: measured_of_lane_after
-SELECT jobs.seq AS seq, jobs.kind AS kind, results.encoding AS encoding, results.started_at AS started_at,
-    results.finished_at AS finished_at, results.body AS body
+SELECT jobs.seq AS seq, jobs.kind AS kind, jobs.context AS context, results.encoding AS encoding,
+    results.started_at AS started_at, results.finished_at AS finished_at, results.body AS body
 FROM jobs JOIN results ON results.request_id = jobs.request_id
 WHERE jobs.lane = :lane AND jobs.seq > :after AND jobs.state = 'done'
 AND jobs.kind IN ('forward_backward', 'optim_step') ORDER BY jobs.seq LIMIT :limit;
+
+-- name: count_steps_of_lane_after
+SELECT COUNT(*) AS count FROM jobs WHERE lane = :lane AND seq > :after AND state = 'done' AND kind = 'optim_step';
+
+-- Steps of runs --------------------------------------------------------------------------------------------------
+
+-- name: insert_step
+INSERT INTO steps (model_id, seq, step, datums, seconds, finished_at, metrics)
+VALUES (:model_id, :seq, :step, :datums, :seconds, :finished_at, :metrics) ON CONFLICT (model_id, seq) DO NOTHING;
+
+-- Keeps the first step, every `stride`-th behind it, and the last one.
+-- name: thin_steps
+DELETE FROM steps WHERE model_id = :model_id AND (step - 1) % :stride <> 0 AND step < :step;
+
+-- name: steps_after
+SELECT * FROM steps WHERE model_id = :model_id AND seq > :after ORDER BY seq LIMIT :limit;
+
+-- name: last_step
+SELECT * FROM steps WHERE model_id = :model_id ORDER BY seq DESC LIMIT 1;
+
+-- Runs whose steps nobody needs any more: their session is long over, and no checkpoint of theirs is left.
+-- name: runs_to_forget
+SELECT models.model_id AS model_id FROM models JOIN sessions ON sessions.session_id = models.session_id
+WHERE sessions.ended_at < :before AND sessions.pruned = 1
+AND EXISTS (SELECT 1 FROM steps WHERE steps.model_id = models.model_id)
+AND NOT EXISTS (SELECT 1 FROM checkpoints WHERE checkpoints.model_id = models.model_id)
+ORDER BY sessions.ended_at, models.model_id LIMIT :limit;
+
+-- name: delete_steps
+DELETE FROM steps WHERE model_id = :model_id;
 
 -- Checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -385,6 +415,12 @@ FROM checkpoints WHERE org_id = :org_id GROUP BY project_id, user_id ORDER BY pr
 SELECT project_id, user_id, COUNT(*) AS count, CAST(SUM(size_bytes) AS BIGINT) AS size_bytes
 FROM checkpoints WHERE org_id = :org_id AND project_id = :project_id GROUP BY project_id, user_id ORDER BY user_id;
 
+-- name: storage_of_runs
+SELECT model_id AS run_id, session_id, base_model, COALESCE(project_id, '') AS project_id, user_id,
+    CAST(SUM(size_bytes) AS BIGINT) AS size_bytes
+FROM checkpoints WHERE org_id = :org_id GROUP BY model_id, session_id, base_model, project_id, user_id
+ORDER BY model_id, user_id, project_id;
+
 -- name: storage_by_owner
 SELECT org_id, user_id, project_id, CAST(SUM(size_bytes) AS BIGINT) AS size_bytes
 FROM checkpoints GROUP BY org_id, user_id, project_id ORDER BY org_id, user_id, project_id;
@@ -405,21 +441,49 @@ SELECT * FROM custom_losses WHERE loss_id = :loss_id;
 -- Usage ----------------------------------------------------------------------------------------------------------
 
 -- name: add_usage
-INSERT INTO usage (org_id, hour, user_id, project_id, session_id, base_model, kind, amount)
-VALUES (:org_id, :hour, :user_id, :project_id, :session_id, :base_model, :kind, :amount)
-ON CONFLICT (org_id, hour, user_id, project_id, session_id, base_model, kind)
-DO UPDATE SET amount = usage.amount + excluded.amount;
+INSERT INTO usage (org_id, hour, user_id, project_id, session_id, base_model, run_id, training, prefill,
+    prefill_cached, sampled, checkpoints, storage, device_us, jobs)
+VALUES (:org_id, :hour, :user_id, :project_id, :session_id, :base_model, :run_id, :training, :prefill,
+    :prefill_cached, :sampled, :checkpoints, :storage, :device_us, :jobs)
+ON CONFLICT (org_id, hour, user_id, project_id, session_id, base_model, run_id) DO UPDATE SET
+    training = usage.training + excluded.training, prefill = usage.prefill + excluded.prefill,
+    prefill_cached = usage.prefill_cached + excluded.prefill_cached, sampled = usage.sampled + excluded.sampled,
+    checkpoints = usage.checkpoints + excluded.checkpoints, storage = usage.storage + excluded.storage,
+    device_us = usage.device_us + excluded.device_us, jobs = usage.jobs + excluded.jobs;
+
+-- The same for a job, and before its state is set: a result that is written a second time is not counted again.
+-- name: add_job_usage
+INSERT INTO usage (org_id, hour, user_id, project_id, session_id, base_model, run_id, training, prefill,
+    prefill_cached, sampled, checkpoints, storage, device_us, jobs)
+SELECT :org_id, :hour, :user_id, :project_id, :session_id, :base_model, :run_id, :training, :prefill,
+    :prefill_cached, :sampled, :checkpoints, :storage, :device_us, :jobs
+WHERE EXISTS (SELECT 1 FROM jobs WHERE request_id = :request_id AND state = 'queued')
+ON CONFLICT (org_id, hour, user_id, project_id, session_id, base_model, run_id) DO UPDATE SET
+    training = usage.training + excluded.training, prefill = usage.prefill + excluded.prefill,
+    prefill_cached = usage.prefill_cached + excluded.prefill_cached, sampled = usage.sampled + excluded.sampled,
+    checkpoints = usage.checkpoints + excluded.checkpoints, storage = usage.storage + excluded.storage,
+    device_us = usage.device_us + excluded.device_us, jobs = usage.jobs + excluded.jobs;
 
 -- From the first hour to before the last.
--- name: usage_of_org
+-- name: usage_by_run
 SELECT * FROM usage WHERE org_id = :org_id AND hour >= :since_hour AND hour < :until_hour
-ORDER BY hour, user_id, project_id, session_id, base_model, kind;
+ORDER BY hour, user_id, project_id, session_id, base_model, run_id;
+
+-- The same without runs, which the protocol's usage does not have.
+-- name: usage_of_org
+SELECT org_id, hour, user_id, project_id, session_id, base_model, '' AS run_id,
+    CAST(SUM(training) AS BIGINT) AS training, CAST(SUM(prefill) AS BIGINT) AS prefill,
+    CAST(SUM(prefill_cached) AS BIGINT) AS prefill_cached, CAST(SUM(sampled) AS BIGINT) AS sampled,
+    CAST(SUM(checkpoints) AS BIGINT) AS checkpoints, CAST(SUM(storage) AS BIGINT) AS storage,
+    CAST(SUM(device_us) AS BIGINT) AS device_us, CAST(SUM(jobs) AS BIGINT) AS jobs
+FROM usage WHERE org_id = :org_id AND hour >= :since_hour AND hour < :until_hour
+GROUP BY org_id, hour, user_id, project_id, session_id, base_model
+ORDER BY hour, user_id, project_id, session_id, base_model;
 
 -- What one user spent from an hour on, for daily caps.
 -- name: tokens_of_user
-SELECT CAST(COALESCE(SUM(amount), 0) AS BIGINT) AS count FROM usage
-WHERE org_id = :org_id AND user_id = :user_id AND hour >= :since_hour
-AND kind IN ('training', 'prefill', 'prefill_cached', 'sampled');
+SELECT CAST(COALESCE(SUM(training + prefill + prefill_cached + sampled), 0) AS BIGINT) AS count FROM usage
+WHERE org_id = :org_id AND user_id = :user_id AND hour >= :since_hour;
 
 -- Audit ----------------------------------------------------------------------------------------------------------
 

@@ -105,6 +105,8 @@ class SamplerRow(Row, frozen=True, kw_only=True):
     adapter_key: str | None = None
     clones: int = 0
     created_at: float
+    run_id: str | None = None
+    """The training run whose weights it samples; None: the base model's."""
 
 
 class JobRow(Row, frozen=True, kw_only=True):
@@ -170,8 +172,24 @@ class CustomLossRow(Row, frozen=True, kw_only=True):
     created_at: float
 
 
+class StepRow(Row, frozen=True, kw_only=True):
+    """What one step of a run measured: an optim_step and the passes before it, joined."""
+
+    model_id: str
+    seq: int
+    """Of the optim_step."""
+    step: int
+    """Steps are counted from 1 on; some are missing where a long curve was thinned."""
+    datums: int
+    seconds: float
+    """Of computing."""
+    finished_at: float
+    metrics: str
+    """Numbers by name, as JSON."""
+
+
 class UsageRow(Row, frozen=True, kw_only=True):
-    """Tokens and such in one hour; rows with the same key add up."""
+    """What was used in one hour by one run; rows with the same key add up."""
 
     hour: int
     org_id: str
@@ -179,9 +197,21 @@ class UsageRow(Row, frozen=True, kw_only=True):
     project_id: str
     session_id: str
     base_model: str
-    kind: str
-    """training, prefill, prefill_cached, sampled, checkpoint, storage (byte hours)."""
-    amount: int
+    run_id: str
+    """The training run that was trained or sampled, or the sampling session on a base model; empty: it is not known."""
+    training: int = 0
+    """Tokens, as are the next three."""
+    prefill: int = 0
+    prefill_cached: int = 0
+    sampled: int = 0
+    checkpoints: int = 0
+    """How many were made."""
+    storage: int = 0
+    """Byte hours."""
+    device_us: int = 0
+    """Microseconds of computing; a whole number, so that sums do not depend on their order."""
+    jobs: int = 0
+    """How many finished."""
 
 
 class AuditRow(Row, frozen=True, kw_only=True):

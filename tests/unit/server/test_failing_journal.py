@@ -14,6 +14,7 @@ from tinsmith.errors import StorageFullError, StoreError
 from tinsmith.server import jobs as jobs_module
 from tinsmith.server import replaying
 from tinsmith.store.base import Statement
+from tinsmith.store.rows import StepRow, UsageRow
 
 TOKENS = (1, 2, 3)
 
@@ -59,8 +60,8 @@ class Persistent(Client):
         return answer
 
 
-async def trained(folder: Path, store: FailingStore) -> tuple[list[Any], str]:
-    """A run with snapshots, two losses of the engine, and a restart of the server."""
+async def trained(folder: Path, store: FailingStore) -> tuple[list[Any], str, list[Any], list[Any]]:
+    """A run with snapshots, two losses of the engine, and a restart of the server: what came of it, and was counted."""
     await store.open()
     async with serving(folder, store=store, **OFTEN) as server:
         ann, _, model = await begun(server)
@@ -77,8 +78,12 @@ async def trained(folder: Path, store: FailingStore) -> tuple[list[Any], str]:
         digest = await training.end()
         await snapshot_settled(server, model)
         assert (await model_row(server, model)).fault is None
+    steps = await store.read(StepRow, "steps_after", model_id=model, after=-1, limit=99)
+    usage = await store.read(UsageRow, "usage_by_run", org_id="acme", since_hour=0, until_hour=10**6)
     await store.close()
-    return training.results, digest
+    curve = [(row.step, row.seq, row.metrics) for row in steps]
+    assert len(curve) == len(TOKENS)
+    return training.results, digest, curve, [(row.training, row.checkpoints, row.device_us, row.jobs) for row in usage]
 
 
 def test_every_write_may_fail_once(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_only_the_user_may_look_in(tmp_path: Path) -> None:
         "samplers",
         "snapshots",
         "traces",
+        "uploads",
     ]
 
 

@@ -178,7 +178,7 @@ def test_a_result_is_kept_before_it_is_told() -> None:
         promise = made.broker.pending(request_id)
         assert promise is not None
         made.queued[0].started_at = 99.0
-        made.jobs.finish(made.queued[0], Done(body=b'{"a":1}', usage=Usage(training=7)))
+        made.jobs.finish(made.queued[0], Done(body=b'{"a":1}', usage=Usage(training=7), device_s=0.25))
         outcome = await made.broker.wait(promise, 3600)
         assert outcome == Outcome(b'{"a":1}', "json")
         [kept] = await made.store.read(ResultRow, "result", request_id=request_id)
@@ -187,8 +187,9 @@ def test_a_result_is_kept_before_it_is_told() -> None:
         await made.jobs.drain()
         assert made.jobs.queued_by_org == {"o": 0}
         assert made.ended == made.queued
-        [usage] = await made.store.read(UsageRow, "usage_of_org", org_id="o", since_hour=0, until_hour=10)
-        assert (usage.kind, usage.amount, usage.base_model, usage.hour) == ("training", 7, "b", 0)
+        [usage] = await made.store.read(UsageRow, "usage_by_run", org_id="o", since_hour=0, until_hour=10)
+        assert (usage.training, usage.device_us, usage.jobs) == (7, 250_000, 1)
+        assert (usage.base_model, usage.run_id, usage.hour) == ("b", "m", 0)
 
     bench(scenario)
 

@@ -23,11 +23,7 @@ GB = 10**9
 
 async def get_billing_usage(services: Services, call: Call) -> Answer:
     query: wire.GetBillingUsageRequest = call.query
-    since, until = _hours(query.starting_on, "starting_on"), _hours(query.ending_before, "ending_before")
-    if not since < until <= since + MAX_DAYS * 24:
-        raise InvalidInputError(
-            f"ending_before: must be after starting_on and at most {MAX_DAYS} days later", field="ending_before"
-        )
+    since, until = hours_of(query.starting_on, query.ending_before)
     rows = await services.store.read(
         UsageRow, "usage_of_org", org_id=call.caller.org_id, since_hour=since, until_hour=until
     )
@@ -37,7 +33,18 @@ async def get_billing_usage(services: Services, call: Call) -> Answer:
         found = await services.store.read(SessionRow, "session", session_id=session_id)
         if found:
             sessions[session_id] = wire.BillingUsageSession(user_metadata=texts(found[0].user_metadata))
-    return reply(wire.BillingUsageResponse(data=[_event(row) for row in mine], sessions=sessions))
+    events = [event for row in mine for event in _events(row)]
+    return reply(wire.BillingUsageResponse(data=events, sessions=sessions))
+
+
+def hours_of(starting_on: datetime, ending_before: datetime) -> tuple[int, int]:
+    """A period in hours since the epoch; refused where it is longer than one answer may be about."""
+    since, until = _hours(starting_on, "starting_on"), _hours(ending_before, "ending_before")
+    if not since < until <= since + MAX_DAYS * 24:
+        raise InvalidInputError(
+            f"ending_before: must be after starting_on and at most {MAX_DAYS} days later", field="ending_before"
+        )
+    return since, until
 
 
 def _hours(moment: datetime, field: str) -> int:
@@ -49,27 +56,32 @@ def _hours(moment: datetime, field: str) -> int:
     return int(seconds // HOUR_S)
 
 
-def _event(row: UsageRow) -> wire.BillingUsageEvent:
-    kinds: dict[str, Any] = {
-        "training": lambda: wire.TrainingBillingEvent(token_count=row.amount),
-        "prefill": lambda: wire.SamplingPrefillBillingEvent(cached=False, token_count=row.amount),
-        "prefill_cached": lambda: wire.SamplingPrefillBillingEvent(cached=True, token_count=row.amount),
-        "sampled": lambda: wire.SamplingSampleBillingEvent(token_count=row.amount),
-        "checkpoint": lambda: wire.CheckpointBillingEvent(count=row.amount),
-        "storage": lambda: wire.StorageBillingEvent(gigabyte_hours=row.amount / GB),
-    }
+def _events(row: UsageRow) -> list[wire.BillingUsageEvent]:
+    """What the protocol counts, an event for each kind of which there is any."""
+    infos: list[tuple[int, Any]] = [
+        (row.checkpoints, wire.CheckpointBillingEvent(count=row.checkpoints)),
+        (row.prefill, wire.SamplingPrefillBillingEvent(cached=False, token_count=row.prefill)),
+        (row.prefill_cached, wire.SamplingPrefillBillingEvent(cached=True, token_count=row.prefill_cached)),
+        (row.sampled, wire.SamplingSampleBillingEvent(token_count=row.sampled)),
+        (row.storage, wire.StorageBillingEvent(gigabyte_hours=row.storage / GB)),
+        (row.training, wire.TrainingBillingEvent(token_count=row.training)),
+    ]
     known: dict[str, Any] = {
         "base_model": row.base_model,
         "user_id": row.user_id,
         "session_id": row.session_id,
         "project_id": row.project_id,
     }
-    return wire.BillingUsageEvent(
-        bucket_start=datetime.fromtimestamp(row.hour * HOUR_S, UTC),
-        bucket_end=datetime.fromtimestamp((row.hour + 1) * HOUR_S, UTC),
-        event_info=kinds[row.kind](),
-        **{name: value for name, value in known.items() if value},
-    )
+    return [
+        wire.BillingUsageEvent(
+            bucket_start=datetime.fromtimestamp(row.hour * HOUR_S, UTC),
+            bucket_end=datetime.fromtimestamp((row.hour + 1) * HOUR_S, UTC),
+            event_info=info,
+            **{name: value for name, value in known.items() if value},
+        )
+        for amount, info in infos
+        if amount
+    ]
 
 
 async def get_current_checkpoint_storage_usage(services: Services, call: Call) -> Answer:

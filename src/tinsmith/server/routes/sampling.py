@@ -92,6 +92,7 @@ async def _new_sampler(
         directory=directory,
         adapter_key=adapter_key,
         created_at=services.clock(),
+        run_id=source.model_id if source is not None else None,
     )
 
 
@@ -160,7 +161,10 @@ async def submit_sample(
         user_id=caller.user_id,
         digest=digest,
         make_job=_sample_job(sampler, body, seed),
-        context={"project_id": session.project_id if session is not None else caller.project_id},
+        context={
+            "project_id": session.project_id if session is not None else caller.project_id,
+            "run_id": sampler.run_id,
+        },
         on_tokens=on_tokens,
     )
     is_new = False

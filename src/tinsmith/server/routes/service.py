@@ -30,7 +30,18 @@ MAX_TELEMETRY_BYTES = 256 * 1024
 MAX_UNWRITTEN = 1000
 """Batches that wait for the sweeper; older ones go."""
 
-OFFERED = ("sample_stream", SAMPLES.name, SAMPLE_RESULTS.name, "tokenizer", "quota", "run_metrics", "import_weights")
+OFFERED = (
+    "sample_stream",
+    SAMPLES.name,
+    SAMPLE_RESULTS.name,
+    "tokenizer",
+    "quota",
+    "run_metrics",
+    "import_weights",
+    "import_parts",
+    "usage",
+)
+"""Our own endpoints that clients may use."""
 
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": True,
@@ -42,10 +53,7 @@ CLIENT_CONFIG = {
     "custom_loss_server_side": True,
     "sample_join_sampling_session": True,
     "use_pyqwest_transport": False,
-    "tinsmith": dict.fromkeys(
-        ("sample_stream", SAMPLES.name, SAMPLE_RESULTS.name, "tokenizer", "quota", "run_metrics", "import_weights"),
-        True,
-    ),
+    "tinsmith": dict.fromkeys(OFFERED, True),
 }
 """How clients should speak to this server; `tinsmith` announces our own extensions. The plain transport is asked for
 because the other one leaves its threads behind (numbers: 244 threads at 1,000 samples)."""

@@ -100,7 +100,7 @@ async def create(
         user_id=session.user_id,
         digest=digest_of(kind.encode(), call.body),
         make_job=make_job,
-        context={"model_id": model_id, **(context or {})},
+        context={"model_id": model_id, "project_id": session.project_id, **(context or {})},
         statements=(statement("insert_model", row),),
     )
     if await services.jobs.known(draft.lane, draft.seq) is None:
@@ -226,7 +226,7 @@ async def _prepare_pass(services: Services, call: Call, run: Run) -> Prepared:
             custom_loss=graph,
         )
 
-    return Prepared(make_job=make_job, tokens=tokens)
+    return Prepared(make_job=make_job, tokens=tokens, context={"is_forward": True} if is_forward else {})
 
 
 class _Inputs(msgspec.Struct):
