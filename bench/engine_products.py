@@ -14,12 +14,12 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
-from tinsmith.engine.packed_linear import InferenceLinear, inference_linear, onednn_linear
+from tinsmith.engine.packed_linear import Product, onednn_linear, weight_product
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]
 
 
-def plain(weight_ED: torch.Tensor) -> InferenceLinear:
+def plain(weight_ED: torch.Tensor) -> Product:
     return lambda x_TD: linear(x_TD, weight_ED)
 
 
@@ -30,8 +30,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     print(f"{torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}; milliseconds, best of {options.rounds}")
-    makers: dict[str, Callable[[torch.Tensor], InferenceLinear]] = {
-        "tinsmith": inference_linear,
+    makers: dict[str, Callable[[torch.Tensor], Product]] = {
+        "tinsmith": weight_product,
         "oneDNN": onednn_linear,
         "torch": plain,
     }

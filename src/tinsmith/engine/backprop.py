@@ -13,13 +13,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, linear
 
 from tinsmith.engine.lora import GROUPS, LoraAdapter, LoraGroup, LoraGroups
 from tinsmith.engine.models.attention import PackedAttention
 from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.models.decoder import Decoder, Layer, Linear
-from tinsmith.engine.models.rope import rotate
+from tinsmith.engine.row_ops import norm_backward, norm_scale, row_ops
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -60,6 +60,7 @@ class TrainingPass:
         self._decoder = decoder
         self._adapter = adapter
         self._attention = attention
+        self._rows = row_ops(decoder.device, decoder.dtype)
         self._is_checkpointed = is_checkpointed
         self._is_recording = is_recording and any(layer is not None for layer, _ in adapter.groups)
         self._tapes: list[_LayerTape | torch.Tensor] = []
@@ -77,9 +78,9 @@ class TrainingPass:
             x_TD, tape = self._layer_forward(index, x_TD, needs_graph=self._is_recording and not self._is_checkpointed)
             if self._is_recording:
                 self._tapes.append(before_TD if self._is_checkpointed else tape)
-        scale_T1 = _norm_scale(x_TD, decoder.config.norm_eps)
+        normed_TD, scale_T1 = self._rows.norm(x_TD, decoder.norm_D, decoder.config.norm_eps)
         self._last = x_TD, scale_T1
-        return x_TD * scale_T1 * decoder.norm_D
+        return normed_TD
 
     @torch.no_grad()
     def backward(self, grad_TD: torch.Tensor, grads: LoraGroups) -> None:
@@ -88,7 +89,7 @@ class TrainingPass:
         (x_TD, scale_T1), self._last = self._last, None
         if not self._is_recording:
             return
-        grad_TD = _norm_backward(grad_TD, x_TD, scale_T1, self._decoder.norm_D)
+        grad_TD = self._rows.norm_back(grad_TD, x_TD, scale_T1, self._decoder.norm_D, None)
         for index in reversed(range(len(self._tapes))):
             tape = self._tapes.pop()
             if isinstance(tape, torch.Tensor):
@@ -98,8 +99,7 @@ class TrainingPass:
     def _layer_forward(self, index: int, x_TD: torch.Tensor, needs_graph: bool) -> tuple[torch.Tensor, _LayerTape]:
         layer, eps = self._decoder.layers[index], self._decoder.config.norm_eps
         lows: dict[str, torch.Tensor] = {}
-        x_scale_T1 = _norm_scale(x_TD, eps)
-        normed_TD = x_TD * x_scale_T1 * layer.input_norm_D
+        normed_TD, x_scale_T1 = self._rows.norm(x_TD, layer.input_norm_D, eps)
         stacked_TE = self._project(index, "qkv", layer.qkv, normed_TD, lows)
         heads_THC, qkv = self._heads(index, layer, stacked_TE)
         with torch.set_grad_enabled(needs_graph):
@@ -108,11 +108,9 @@ class TrainingPass:
             attended_THC = self._attention(index, *qkv)
         output_TD = self._project(index, "output", layer.output, attended_THC.detach().flatten(1), lows)
         middle_TD = output_TD.add_(x_TD)
-        middle_scale_T1 = _norm_scale(middle_TD, eps)
-        normed_TD = middle_TD * middle_scale_T1 * layer.mlp_norm_D
+        normed_TD, middle_scale_T1 = self._rows.norm(middle_TD, layer.mlp_norm_D, eps)
         gate_up_TE = self._project(index, "gate_up", layer.gate_up, normed_TD, lows)
-        gate_TI, up_TI = gate_up_TE.chunk(2, dim=1)
-        active_TI = silu(gate_TI).mul_(up_TI)
+        active_TI = self._rows.gate(gate_up_TE)
         out_TD = self._project(index, "down", layer.down, active_TI, lows).add_(middle_TD)
         tape = _LayerTape(x_TD, x_scale_T1, heads_THC, qkv, attended_THC, middle_TD, middle_scale_T1, gate_up_TE, lows)
         return out_TD, tape
@@ -121,7 +119,7 @@ class TrainingPass:
         self, index: int, name: str, base: Linear, x_TD: torch.Tensor, lows: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         """A linear of the base with its adapter; x A^T is noted in `lows`."""
-        y_TE = base(x_TD)
+        y_TE = base.product(x_TD)
         group = self._adapter.groups.get((index, name))
         if group is None:
             return y_TE
@@ -140,10 +138,10 @@ class TrainingPass:
         norm_HC = self._head_norm(layer)
         if norm_HC is not None:
             raw_THC = heads_THC
-            heads_THC = heads_THC * _norm_scale(heads_THC, config.norm_eps) * norm_HC
+            heads_THC = heads_THC * norm_scale(heads_THC, config.norm_eps) * norm_HC
         if config.has_rope(index):
             assert self._angles is not None
-            heads_THC = rotate(heads_THC, *self._angles)
+            heads_THC = self._rows.turn(heads_THC, *self._angles)
             v_TKC = v_TKC.clone() if raw_THC is None else v_TKC  # a view would keep the queries and keys of before
         q_THC, k_TKC = heads_THC[:, : config.num_heads], heads_THC[:, config.num_heads :]
         return raw_THC, (q_THC.detach(), k_TKC.detach(), v_TKC.detach())
@@ -163,25 +161,19 @@ class TrainingPass:
         grad_TE = self._linear_backward(index, "output", layer.output, attended_TE, grad_TD, tape, grads)
         grad_qkv = torch.autograd.grad(tape.attended_THC, tape.qkv, grad_TE.view(tape.attended_THC.shape))
         stacked_TE = self._heads_backward(index, layer, tape, grad_qkv)
-        normed_TD = tape.x_TD * tape.x_scale_T1 * layer.input_norm_D
+        normed_TD = self._rows.scaled(tape.x_TD, tape.x_scale_T1, layer.input_norm_D)
         normed_grad_TD = self._linear_backward(index, "qkv", layer.qkv, normed_TD, stacked_TE, tape, grads)
-        return _norm_backward(normed_grad_TD, tape.x_TD, tape.x_scale_T1, layer.input_norm_D).add_(grad_TD)
+        return self._rows.norm_back(normed_grad_TD, tape.x_TD, tape.x_scale_T1, layer.input_norm_D, grad_TD)
 
     def _mlp_backward(
         self, index: int, layer: Layer, tape: _LayerTape, grad_TD: torch.Tensor, grads: LoraGroups
     ) -> torch.Tensor:
-        gate_TI, up_TI = tape.gate_up_TE.chunk(2, dim=1)
-        silu_TI = silu(gate_TI)
-        active_TI = silu_TI * up_TI
+        active_TI = self._rows.gate(tape.gate_up_TE)
         active_grad_TI = self._linear_backward(index, "down", layer.down, active_TI, grad_TD, tape, grads)
-        gate_up_grad_TE = torch.empty_like(tape.gate_up_TE)
-        gate_grad_TI, up_grad_TI = gate_up_grad_TE.chunk(2, dim=1)
-        torch.mul(active_grad_TI, silu_TI, out=up_grad_TI)
-        torch.ops.aten.silu_backward.grad_input(active_grad_TI.mul_(up_TI), gate_TI, grad_input=gate_grad_TI)
-        normed_TD = tape.middle_TD * tape.middle_scale_T1 * layer.mlp_norm_D
+        gate_up_grad_TE = self._rows.gate_back(active_grad_TI, tape.gate_up_TE)
+        normed_TD = self._rows.scaled(tape.middle_TD, tape.middle_scale_T1, layer.mlp_norm_D)
         normed_grad_TD = self._linear_backward(index, "gate_up", layer.gate_up, normed_TD, gate_up_grad_TE, tape, grads)
-        through_TD = _norm_backward(normed_grad_TD, tape.middle_TD, tape.middle_scale_T1, layer.mlp_norm_D)
-        return through_TD.add_(grad_TD)
+        return self._rows.norm_back(normed_grad_TD, tape.middle_TD, tape.middle_scale_T1, layer.mlp_norm_D, grad_TD)
 
     def _linear_backward(
         self,
@@ -194,7 +186,7 @@ class TrainingPass:
         grads: LoraGroups,
     ) -> torch.Tensor:
         """The gradient at the linear's input; those of A and B are added to `grads`."""
-        x_grad_TD = grad_TE @ base.weight_ED
+        x_grad_TD = base.back(grad_TE)
         group = self._adapter.groups.get((index, name))
         if group is not None:
             low_grad_TR = _lora_backward(group, grads[index, name], self._adapter.scale, x_TD, tape.lows[name], grad_TE)
@@ -209,12 +201,12 @@ class TrainingPass:
         heads_THC = torch.cat(grads[:2], dim=1)
         if config.has_rope(index):
             assert self._angles is not None
-            heads_THC = rotate(heads_THC, self._angles[0], -self._angles[1])
+            heads_THC = self._rows.turn(heads_THC, self._angles[0], -self._angles[1])
         norm_HC = self._head_norm(layer)
         if norm_HC is not None:
             assert tape.heads_THC is not None
-            scale_TH1 = _norm_scale(tape.heads_THC, config.norm_eps)
-            heads_THC = _norm_backward(heads_THC, tape.heads_THC, scale_TH1, norm_HC)
+            scale_TH1 = norm_scale(tape.heads_THC, config.norm_eps)
+            heads_THC = norm_backward(heads_THC, tape.heads_THC, scale_TH1, norm_HC)
         return torch.cat((heads_THC, grads[2]), dim=1).flatten(1)
 
 
@@ -225,21 +217,6 @@ def recorded_bytes(config: ModelConfig, rank: int, dtype: torch.dtype) -> int:
     modules = sum(len(modules) for modules in GROUPS.values())
     per_layer = 2 * (config.hidden_size + 1) + attention + 2 * config.intermediate_size + modules * rank
     return dtype.itemsize * config.num_layers * per_layer
-
-
-def _norm_scale(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
-    """1 / rms(x) of each row, computed in float32."""
-    return x_TD.float().square().mean(-1, keepdim=True).add_(eps).rsqrt_().to(x_TD.dtype)
-
-
-def _norm_backward(
-    grad_TD: torch.Tensor, x_TD: torch.Tensor, scale_T1: torch.Tensor, weight_D: torch.Tensor
-) -> torch.Tensor:
-    """The gradient at the input of x * scale * weight, with scale = 1 / rms(x)."""
-    inner_TD = grad_TD * weight_D
-    unit_TD = x_TD * scale_T1
-    along_T1 = (inner_TD * unit_TD).mean(-1, keepdim=True)
-    return inner_TD.sub_(unit_TD.mul_(along_T1)).mul_(scale_T1)
 
 
 def _add_up(y_TE: torch.Tensor, low_TR: torch.Tensor, group: LoraGroup, scale: float) -> None:

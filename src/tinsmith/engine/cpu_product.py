@@ -25,6 +25,8 @@ from numba import njit, prange, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from tinsmith.engine.cpu_kernels import use_threads
+
 Floats = npt.NDArray[np.float32]
 
 
@@ -142,6 +144,7 @@ class PackedWeights:
 
     def times(self, x_TD: torch.Tensor) -> torch.Tensor:
         """x W^T as y_TE."""
+        use_threads(torch.get_num_threads())
         out_TE = torch.empty(len(x_TD), self._width)
         _multiply(x_TD.contiguous().numpy(), self._packed_NDP, out_TE.numpy())
         return out_TE if self._width == self.outputs else out_TE[:, : self.outputs]

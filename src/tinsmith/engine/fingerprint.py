@@ -14,8 +14,11 @@ from tinsmith.config import instruction_limit
 from tinsmith.engine.dtype_choice import processor
 
 
-def fingerprint(device: torch.device, dtype: str, micro_batch_tokens: int, source: Path) -> dict[str, str]:
-    """Of an engine in this process, once its threads are set. `source` is where its base model was read from."""
+def fingerprint(
+    device: torch.device, dtype: str, micro_batch_tokens: int, source: Path, products: str
+) -> dict[str, str]:
+    """Of an engine in this process, once its threads are set. `source` is where its base model was read from,
+    `products` the kernels of its matrix products."""
     found = {
         "device": device.type,
         "cpu": processor(),
@@ -23,6 +26,7 @@ def fingerprint(device: torch.device, dtype: str, micro_batch_tokens: int, sourc
         "threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),
         "dtype": dtype,
+        "products": products,
         "micro_batch_tokens": str(micro_batch_tokens),
         "base_bytes": str(_size_bytes(source)),
     }

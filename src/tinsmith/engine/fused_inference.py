@@ -27,6 +27,7 @@ from tinsmith.engine.inference import InferenceDecoder
 from tinsmith.engine.models.decoder import Decoder, Layer
 from tinsmith.engine.packed_linear import can_compile, can_pack
 from tinsmith.engine.row_adapters import NO_ADAPTERS, RowAdapters
+from tinsmith.engine.row_ops import compile_rows
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,8 @@ Integers = npt.NDArray[np.int64]
 
 HEAD_MULTIPLE = 8
 """What the kernels need a head dim to be a multiple of."""
+SOURCES = ("cpu_kernels.py", "cpu_product.py", "row_kernels.py")
+"""Files with kernels."""
 NOTE = "kernels.txt"
 """In the cache directory: for which machine and versions the kernels were compiled last."""
 
@@ -50,21 +53,22 @@ def inference_decoder(decoder: Decoder) -> InferenceDecoder:
 
 
 def compile_kernels(decoder: InferenceDecoder, cache: BlockCache, cache_dir: Path) -> None:
-    """Compile what a step needs now, unless that was done on this machine before: a first sample should not wait.
+    """Compile all kernels now, unless that was done on this machine before: a first request should not wait.
 
     The block that is written to is nobody's yet.
     """
     if not isinstance(decoder, FusedDecoder):
         return
     note = cache_dir / NOTE
-    sources = [Path(__file__).with_name(name).stat().st_mtime_ns for name in ("cpu_kernels.py", "cpu_product.py")]
+    sources = [Path(__file__).with_name(name).stat().st_mtime_ns for name in SOURCES]
     wanted = f"{processor()}; numba {version('numba')}; {decoder.config.head_dim} {cache.block_size}; {sources}"
     if note.exists() and wanted in note.read_text().splitlines():
         return
-    logger.info("compiling the sampler's kernels for this processor, once", extra={"event": "compiling"})
+    logger.info("compiling kernels for this processor, once", extra={"event": "compiling"})
     with torch.inference_mode():
         zero_T = torch.zeros(1, dtype=torch.int64)
         decoder.unembed(decoder.hidden_cached(zero_T, zero_T, cache, [NewTokens(0, 0, 1, [0])]))
+    compile_rows()
     cache_dir.mkdir(parents=True, exist_ok=True)
     with note.open("a") as lines:
         lines.write(f"{wanted}\n")

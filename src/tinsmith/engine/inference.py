@@ -17,17 +17,17 @@ from torch.nn.functional import embedding, silu
 
 from tinsmith.engine.block_attention import BlockAttention, BlockCache, NewTokens
 from tinsmith.engine.models.decoder import Attend, Decoder, Layer, Linear, rms_norm
-from tinsmith.engine.packed_linear import InferenceLinear, inference_linear
+from tinsmith.engine.packed_linear import Product, weight_product
 from tinsmith.engine.row_adapters import LM_HEAD, NO_ADAPTERS, RowAdapters
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     weights: Layer
-    qkv: InferenceLinear
-    output: InferenceLinear
-    gate_up: InferenceLinear
-    down: InferenceLinear
+    qkv: Product
+    output: Product
+    gate_up: Product
+    down: Product
 
 
 class InferenceDecoder:
@@ -40,7 +40,7 @@ class InferenceDecoder:
         self._norm_D = decoder.norm_D
         self._rope = decoder.rope
         self._layers = tuple(_prepared(layer) for layer in decoder.layers)
-        self._unembedding = inference_linear(decoder.unembedding_VD)
+        self._unembedding = weight_product(decoder.unembedding_VD)
 
     def hidden(
         self,
@@ -127,7 +127,7 @@ def _rotated(x_THC: torch.Tensor, cos_T1C: torch.Tensor, sin_T1C: torch.Tensor) 
 
 
 def _prepared(layer: Layer) -> _Layer:
-    def packed(module: Linear) -> InferenceLinear:
-        return inference_linear(module.weight_ED, module.bias_E)
+    def packed(module: Linear) -> Product:
+        return module.product
 
     return _Layer(layer, packed(layer.qkv), packed(layer.output), packed(layer.gate_up), packed(layer.down))

@@ -1,9 +1,9 @@
-"""Matrix products for inference: weights laid out once, and a row's result that does not depend on the others.
+"""Matrix products with frozen weights: laid out once, and a row's result that does not depend on the others.
 
 Owns: the choice of kernel. On a CPU in float32 the weights are copied into the layout of `cpu_product`, or, where numba
 is missing, of oneDNN: both give a row the same bits whatever the number of rows, which is what makes a sample
 independent of its batch. Elsewhere the plain product is used, and rows of different batches agree to rounding only.
-Does not know: models, autograd (these weights are never trained).
+Does not know: models, autograd.
 
 Shapes: T rows, D inputs, E outputs.
 """
@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch
 from torch.nn.functional import linear
 
-InferenceLinear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """x_TD -> x_TD W^T + b, as y_TE."""
 
 _ROWS_HINT = 8
@@ -45,7 +45,14 @@ def _has_onednn() -> bool:
     return found
 
 
-def inference_linear(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> InferenceLinear:
+def product_kind(device: torch.device, dtype: torch.dtype) -> str:
+    """Which kernel `weight_product` takes."""
+    if not can_pack(device, dtype):
+        return "torch"
+    return "compiled" if can_compile() else "onednn"
+
+
+def weight_product(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> Product:
     """The product with these weights; on a CPU it holds its own copy of them."""
     if not can_pack(weight_ED.device, weight_ED.dtype):
         return lambda x_TD: linear(x_TD, weight_ED, bias_E)
@@ -57,7 +64,16 @@ def inference_linear(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None
     return times if bias_E is None else lambda x_TD: times(x_TD).add_(bias_E)
 
 
-def onednn_linear(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> InferenceLinear:
+def transposed_product(weight_ED: torch.Tensor) -> Product:
+    """g_TE -> g_TE W; on a CPU it holds its own copy of the weights."""
+    if not can_pack(weight_ED.device, weight_ED.dtype) or not can_compile():
+        return lambda g_TE: g_TE @ weight_ED
+    from tinsmith.engine.cpu_product import PackedWeights
+
+    return PackedWeights(weight_ED.t()).times
+
+
+def onednn_linear(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> Product:
     """The same by oneDNN."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_ED.detach().contiguous(), _ROWS_HINT)
     product = torch.ops.mkldnn._linear_pointwise.default

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from tinsmith.engine.lora import LM_HEAD, LoraAdapter, LoraGroup
-from tinsmith.engine.packed_linear import InferenceLinear, inference_linear
+from tinsmith.engine.packed_linear import Product, weight_product
 
 
 class FrozenAdapter:
@@ -24,11 +24,11 @@ class FrozenAdapter:
     """
 
     def __init__(self, adapter: LoraAdapter, device: torch.device, dtype: torch.dtype) -> None:
-        self._groups: dict[tuple[int | None, str], tuple[InferenceLinear, InferenceLinear]] = {}
+        self._groups: dict[tuple[int | None, str], tuple[Product, Product]] = {}
         for key, group in adapter.groups.items():
             down_GRD = group.A_GRD.detach().clone().to(device, dtype)
             up_EGR = (_block_diagonal(group) * adapter.scale).to(device, dtype)
-            self._groups[key] = inference_linear(down_GRD), inference_linear(up_EGR)
+            self._groups[key] = weight_product(down_GRD), weight_product(up_EGR)
 
     def add_to(self, layer: int | None, group: str, x_TD: torch.Tensor, y_TE: torch.Tensor) -> None:
         """Add this adapter's part for x_TD to y_TE, in place."""

@@ -59,7 +59,9 @@ class TorchExecutor:
         self._adapters = Adapters(loaded.config, device, options.adapter_bytes, spool_dir)
         self._trainer = Trainer(loaded.decoder, options.micro_batch_tokens)
         self._samples = TorchSamples(loaded, options)
-        self._fingerprint = fingerprint(device, dtype, options.micro_batch_tokens, Path(source))
+        self._fingerprint = fingerprint(
+            device, dtype, options.micro_batch_tokens, Path(source), loaded.decoder.products
+        )
         logger.info(
             "%s from %s: %s weights, %s on %s, %d threads",
             options.card.name,

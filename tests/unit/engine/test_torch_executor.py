@@ -355,7 +355,8 @@ def test_an_engine_says_what_its_bits_depend_on(home: Path) -> None:
         return msgspec.json.decode(made.body, type=Created).fingerprint
 
     first = told()
-    assert set(first) == {"device", "cpu", "isa", "threads", "torch", "dtype", "micro_batch_tokens", "base_bytes"}
+    kinds = {"device", "cpu", "isa", "threads", "torch", "dtype", "products", "micro_batch_tokens", "base_bytes"}
+    assert set(first) == kinds
     assert told() == first
     assert (first["threads"], told(threads=2)["threads"]) == ("1", "2")
     assert told(micro_batch_tokens=7)["micro_batch_tokens"] == "7"

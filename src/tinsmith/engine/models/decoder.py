@@ -9,6 +9,7 @@ V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -18,6 +19,7 @@ from torch.nn.functional import embedding, linear, silu
 
 from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.models.rope import Rope, rotate
+from tinsmith.engine.packed_linear import Product, product_kind, transposed_product, weight_product
 
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """attend(layer, q_THC, k_TKC, v_TKC) -> out_THC, with rotated queries and keys; the scale is 1 / sqrt(C)."""
@@ -36,15 +38,28 @@ class Adapter(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Linear:
     """One matrix product, its bias if it has one; several modules may be stacked in it."""
 
     weight_ED: torch.Tensor
     bias_E: torch.Tensor | None = None
+    copies_back: bool = False
+    """Whether there is memory for a copy of the weights that makes the backward pass faster."""
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         return linear(x_TD, self.weight_ED, self.bias_E)
+
+    @functools.cached_property
+    def product(self) -> Product:
+        """The same without gradients, by the fastest kernel that there is."""
+        return weight_product(self.weight_ED, self.bias_E)
+
+    @functools.cached_property
+    def back(self) -> Product:
+        """From a gradient at the output to that at the input: g_TE -> g_TE W."""
+        weight_ED = self.weight_ED
+        return transposed_product(weight_ED) if self.copies_back else lambda g_TE: g_TE @ weight_ED
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +106,12 @@ class Decoder:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding_VD.dtype
+
+    @property
+    def products(self) -> str:
+        """Which kernels multiply by the weights, forward and back: what results depend on."""
+        kind = product_kind(self.device, self.dtype)
+        return f"{kind} {kind if self.layers[0].qkv.copies_back else 'torch'}"
 
     def hidden(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, adapter: Adapter | None = None
@@ -157,7 +178,11 @@ def _adapted(
 
 
 def build_decoder(
-    config: ModelConfig, read: ReadTensor, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+    config: ModelConfig,
+    read: ReadTensor,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    copies_back: bool = False,
 ) -> Decoder:
     """A decoder from weights by name; each is read once and put where it belongs."""
 
@@ -167,7 +192,7 @@ def build_decoder(
     def stacked(prefix: str, modules: tuple[str, ...], has_bias: bool) -> Linear:
         weights = [get(f"{prefix}.{module}.weight") for module in modules]
         biases = [get(f"{prefix}.{module}.bias") for module in modules] if has_bias else []
-        return Linear(_joined(weights), _joined(biases) if biases else None)
+        return Linear(_joined(weights), _joined(biases) if biases else None, copies_back)
 
     def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}"

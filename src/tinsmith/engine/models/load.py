@@ -20,6 +20,7 @@ from tinsmith.engine.models.decoder import Decoder, build_decoder
 from tinsmith.engine.models.gguf_file import GgufFile
 from tinsmith.engine.models.safetensors_dir import SafetensorsDirectory
 from tinsmith.engine.models.tokenizer import write_tokenizer
+from tinsmith.engine.packed_linear import can_pack
 from tinsmith.errors import InvalidInputError, TinkerError
 
 
@@ -52,13 +53,13 @@ def load_model(
         file = GgufFile(path)
         _check_fits(file.config, device, dtype)
         tokenizer_dir = gguf_tokenizer(file, cache_dir)
-        decoder = build_decoder(file.config, file.read, device, dtype)
+        decoder = build_decoder(file.config, file.read, device, dtype, has_plenty(file.config, dtype))
     else:
         directory = path if path.is_dir() else hub.fetch(str(source), revision)
         files = SafetensorsDirectory(directory)
         _check_fits(files.config, device, dtype)
         tokenizer_dir = directory
-        decoder = build_decoder(files.config, files.read, device, dtype)
+        decoder = build_decoder(files.config, files.read, device, dtype, has_plenty(files.config, dtype))
     return LoadedModel(
         source=str(source),
         config=decoder.config,
@@ -82,10 +83,21 @@ def read_chat_template(directory: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def memory_needed(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Bytes of the weights, and of the largest matrix once more while it is converted."""
+def memory_needed(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> int:
+    """Bytes of the weights and of the copy that is laid out for products, and of the largest matrix once more while it
+    is converted."""
     largest = config.vocab_size * config.hidden_size * 4
-    return config.parameter_count() * dtype.itemsize + largest
+    copies = 2 if can_pack(torch.device(device), dtype) else 1
+    return copies * config.parameter_count() * dtype.itemsize + largest
+
+
+def has_plenty(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether another copy of the weights is nothing to this machine: at most an eighth of its memory.
+
+    By what is built in, not by what is free: which products are used must not change from start to start.
+    """
+    weights = config.parameter_count() * dtype.itemsize
+    return 8 * weights <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def available_bytes(device: torch.device | str) -> int | None:
@@ -105,7 +117,7 @@ def available_bytes(device: torch.device | str) -> int | None:
 
 
 def _check_fits(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:
-    needed, available = memory_needed(config, dtype), available_bytes(device)
+    needed, available = memory_needed(config, dtype, device), available_bytes(device)
     if available is not None and needed > available:
         raise TinkerError(
             f"the model needs {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} "

@@ -1,0 +1,174 @@
+"""What happens to each row between the matrix products of a training pass: norm, gate, rotation, and their gradients.
+
+Owns: the two forms of it. `TorchRows` works on every device and dtype; `CompiledRows` does the same on a CPU in float32
+with one loop for each operation (`row_kernels`), which reads and writes memory once.
+Does not know: layers, adapters, which activations are kept.
+
+Shapes: T tokens, D hidden, E = 2 I, I intermediate, H heads, C head dim, F = C / 2.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.nn.functional import silu
+
+from tinsmith.engine.models.rope import rotate
+from tinsmith.engine.packed_linear import can_compile, can_pack
+
+
+class RowOps(Protocol):
+    """The operations of one pass."""
+
+    def norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """x * scale * weight and scale_T1 = 1 / rms(x)."""
+        ...
+
+    def scaled(self, x_TD: torch.Tensor, scale_T1: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        """x * scale * weight again."""
+        ...
+
+    def norm_back(
+        self,
+        grad_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        scale_T1: torch.Tensor,
+        weight_D: torch.Tensor,
+        beside_TD: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The gradient at the input of a norm, and with it the one that went past the norm."""
+        ...
+
+    def gate(self, gate_up_TE: torch.Tensor) -> torch.Tensor:
+        """active_TI: silu of the first half times the second."""
+        ...
+
+    def gate_back(self, active_grad_TI: torch.Tensor, gate_up_TE: torch.Tensor) -> torch.Tensor:
+        """The gradient at gate_up_TE."""
+        ...
+
+    def turn(self, x_THC: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
+        """Each head's first and second half turned against each other."""
+        ...
+
+
+def row_ops(device: torch.device, dtype: torch.dtype) -> RowOps:
+    """The fastest form for a device and dtype."""
+    return CompiledRows() if can_pack(device, dtype) and can_compile() else TorchRows()
+
+
+def compile_rows() -> None:
+    """Have the kernels of training compiled."""
+    rows, x_TD, one_D, angle_T1F = CompiledRows(), torch.zeros(1, 8), torch.ones(8), torch.zeros(1, 1, 4)
+    normed_TD, scale_T1 = rows.norm(x_TD, one_D, 1.0)
+    rows.norm_back(normed_TD, x_TD, scale_T1, one_D, rows.scaled(x_TD, scale_T1, one_D))
+    rows.gate_back(rows.gate(x_TD), x_TD)
+    rows.turn(x_TD.view(1, 1, 8), angle_T1F, angle_T1F)
+
+
+class TorchRows:
+    """By torch."""
+
+    def norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        scale_T1 = norm_scale(x_TD, eps)
+        return x_TD * scale_T1 * weight_D, scale_T1
+
+    def scaled(self, x_TD: torch.Tensor, scale_T1: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        return x_TD * scale_T1 * weight_D
+
+    def norm_back(
+        self,
+        grad_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        scale_T1: torch.Tensor,
+        weight_D: torch.Tensor,
+        beside_TD: torch.Tensor | None,
+    ) -> torch.Tensor:
+        through_TD = norm_backward(grad_TD, x_TD, scale_T1, weight_D)
+        return through_TD if beside_TD is None else through_TD.add_(beside_TD)
+
+    def gate(self, gate_up_TE: torch.Tensor) -> torch.Tensor:
+        gate_TI, up_TI = gate_up_TE.chunk(2, dim=1)
+        return silu(gate_TI).mul_(up_TI)
+
+    def gate_back(self, active_grad_TI: torch.Tensor, gate_up_TE: torch.Tensor) -> torch.Tensor:
+        gate_TI, up_TI = gate_up_TE.chunk(2, dim=1)
+        gate_up_grad_TE = torch.empty_like(gate_up_TE)
+        gate_grad_TI, up_grad_TI = gate_up_grad_TE.chunk(2, dim=1)
+        torch.mul(active_grad_TI, silu(gate_TI), out=up_grad_TI)
+        torch.ops.aten.silu_backward.grad_input(active_grad_TI * up_TI, gate_TI, grad_input=gate_grad_TI)
+        return gate_up_grad_TE
+
+    def turn(self, x_THC: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
+        return rotate(x_THC, cos_T1F, sin_T1F)
+
+
+class CompiledRows:
+    """By kernels; every tensor is a float32 one on the CPU."""
+
+    def __init__(self) -> None:
+        from tinsmith.engine import row_kernels
+        from tinsmith.engine.cpu_kernels import gate, use_threads
+
+        self._kernels, self._gate = row_kernels, gate
+        use_threads(torch.get_num_threads())
+
+    def norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        x_TD = x_TD.contiguous()
+        out_TD, scale_T1 = torch.empty_like(x_TD), torch.empty(len(x_TD), 1)
+        self._kernels.norm(x_TD.numpy(), weight_D.numpy(), np.float32(eps), scale_T1.numpy(), out_TD.numpy())
+        return out_TD, scale_T1
+
+    def scaled(self, x_TD: torch.Tensor, scale_T1: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        x_TD = x_TD.contiguous()
+        out_TD = torch.empty_like(x_TD)
+        self._kernels.scaled(x_TD.numpy(), scale_T1.numpy(), weight_D.numpy(), out_TD.numpy())
+        return out_TD
+
+    def norm_back(
+        self,
+        grad_TD: torch.Tensor,
+        x_TD: torch.Tensor,
+        scale_T1: torch.Tensor,
+        weight_D: torch.Tensor,
+        beside_TD: torch.Tensor | None,
+    ) -> torch.Tensor:
+        grad_TD, x_TD = grad_TD.contiguous(), x_TD.contiguous()
+        out_TD = torch.zeros_like(x_TD) if beside_TD is None else beside_TD.clone()
+        self._kernels.add_norm_back(grad_TD.numpy(), x_TD.numpy(), scale_T1.numpy(), weight_D.numpy(), out_TD.numpy())
+        return out_TD
+
+    def gate(self, gate_up_TE: torch.Tensor) -> torch.Tensor:
+        gate_up_TE = gate_up_TE.contiguous()
+        active_TI = torch.empty(len(gate_up_TE), gate_up_TE.shape[1] // 2)
+        self._gate(gate_up_TE.numpy(), active_TI.numpy())
+        return active_TI
+
+    def gate_back(self, active_grad_TI: torch.Tensor, gate_up_TE: torch.Tensor) -> torch.Tensor:
+        gate_up_TE = gate_up_TE.contiguous()
+        out_TE = torch.empty_like(gate_up_TE)
+        self._kernels.gate_back(active_grad_TI.contiguous().numpy(), gate_up_TE.numpy(), out_TE.numpy())
+        return out_TE
+
+    def turn(self, x_THC: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
+        x_THC = x_THC.contiguous()
+        out_THC = torch.empty_like(x_THC)
+        self._kernels.turn(x_THC.numpy(), cos_T1F.numpy(), sin_T1F.numpy(), out_THC.numpy())
+        return out_THC
+
+
+def norm_scale(x_TD: torch.Tensor, eps: float) -> torch.Tensor:
+    """1 / rms(x) of each row, computed in float32."""
+    return x_TD.float().square().mean(-1, keepdim=True).add_(eps).rsqrt_().to(x_TD.dtype)
+
+
+def norm_backward(
+    grad_TD: torch.Tensor, x_TD: torch.Tensor, scale_T1: torch.Tensor, weight_D: torch.Tensor
+) -> torch.Tensor:
+    """The gradient at the input of x * scale * weight, with scale = 1 / rms(x)."""
+    inner_TD = grad_TD * weight_D
+    unit_TD = x_TD * scale_T1
+    along_T1 = (inner_TD * unit_TD).mean(-1, keepdim=True)
+    return inner_TD.sub_(unit_TD.mul_(along_T1)).mul_(scale_T1)
