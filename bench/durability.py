@@ -13,11 +13,13 @@ import argparse
 import contextlib
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ class Side:
         named = {f"TINSMITH_{name}": value for name, value in {**common, **settings}.items()}
         address, self._process = start_server(arguments, named, folder / "log")
         self.log = folder / "log"
+        self.url = address.url
         self.service = tinsmith.ServiceClient(base_url=address.url, api_key=address.key)
         self.trainer = self.service.create_lora_training_client("tiny", rank=RANK, seed=1)
         self.number = 0
@@ -66,6 +69,12 @@ class Side:
         for future in waiting:
             future.result()
         return time.perf_counter() - began
+
+    def snapshot_s(self) -> float:
+        """Time that the engine has spent on snapshots so far."""
+        with urllib.request.urlopen(f"{self.url}/metrics") as answer:
+            text = answer.read().decode()
+        return float(re.search(r"^tinsmith_snapshot_seconds_total (\S+)$", text, re.MULTILINE)[1])  # type: ignore[index]
 
     def kill_engine(self) -> None:
         found = subprocess.run(
@@ -106,20 +115,25 @@ def sides(folder: Path, model: Path, names: list[str]) -> Iterator[dict[str, Sid
 
 
 def throughput(folder: Path, model: Path, rounds: int, steps: int) -> None:
-    print(f"Steps of {DATUMS} x {LENGTH} tokens per second, best and median of {rounds} turns of {steps} steps")
+    print(
+        f"Steps of {DATUMS} x {LENGTH} tokens per second, best and median of {rounds} turns of {steps} steps; cost:\n"
+        "the median over the turns, against the same turn without durability; snapshots with their share of the time"
+    )
     with sides(folder, model, list(VARIANTS)) as made:
         for side in made.values():
             side.steps(10)
-        speeds: dict[str, list[float]] = {name: [] for name in made}
-        for _ in range(rounds):
-            for name, side in made.items():
-                speeds[name].append(steps / side.steps(steps))
-        first = max(next(iter(speeds.values())))
-        for name, values in speeds.items():
-            snapshots = made[name].log.read_text().count("snapshot of ")
-            cost = f"{(1 - max(values) / first) * 100:5.1f} %"
-            middle = statistics.median(values)
-            print(f"  {name:<32} {max(values):7.1f} {middle:7.1f}   cost {cost}   {snapshots} snapshots")
+        seconds: dict[str, list[float]] = {name: [] for name in made}
+        before = {name: side.snapshot_s() for name, side in made.items()}
+        for number in range(rounds):
+            for name, side in list(made.items())[:: 1 if number % 2 else -1]:
+                seconds[name].append(side.steps(steps))
+        plain = next(iter(seconds.values()))
+        for name, values in seconds.items():
+            cost = statistics.median(own / other for own, other in zip(values, plain, strict=True)) - 1
+            share = (made[name].snapshot_s() - before[name]) / sum(values)
+            count = made[name].log.read_text().count("snapshot of ")
+            best, middle = steps / min(values), steps / statistics.median(values)
+            print(f"  {name:<32} {best:7.1f} {middle:7.1f}   cost {cost:6.1%}   {count} snapshots, {share:.2%}")
 
 
 def recovery(folder: Path, model: Path, journals: list[int]) -> None:

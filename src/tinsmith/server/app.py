@@ -152,7 +152,7 @@ def make_services(
                 jobs=jobs,
                 files=files,
                 policy=SnapshotPolicy(max_replay_s=config.max_replay_s, max_share=config.max_snapshot_share),
-                count=lambda end: metrics.snapshots.labels(end).inc(),
+                count=metrics.snapshot,
             ),
             clock=clock,
             advise=advice.for_run,

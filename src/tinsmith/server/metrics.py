@@ -40,6 +40,9 @@ class Metrics:
         self.snapshots = Counter(
             "tinsmith_snapshots_total", "Snapshots of runs by how they ended", ["end"], registry=self.registry
         )
+        self._snapshot_seconds = Counter(
+            "tinsmith_snapshot_seconds_total", "Time that engines spent on snapshots", registry=self.registry
+        )
         self.replayed = Counter(
             "tinsmith_replayed_operations_total", "Operations computed again after a loss", registry=self.registry
         )
@@ -61,6 +64,11 @@ class Metrics:
         if timer is None:
             timer = self._timers[route] = self._seconds.labels(route)
         timer.observe(seconds)
+
+    def snapshot(self, end: str, seconds: float) -> None:
+        """One snapshot of a run that was kept, failed or dropped, and what it took the engine."""
+        self.snapshots.labels(end).inc()
+        self._snapshot_seconds.inc(seconds)
 
     def job(self, kind: str, state: str, waiting_s: float, running_s: float) -> None:
         """One job that has ended."""

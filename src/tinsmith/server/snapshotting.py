@@ -40,7 +40,7 @@ class SnapshotTools:
     jobs: Jobs
     files: Files
     policy: SnapshotPolicy
-    count: Callable[[str], None]
+    count: Callable[[str, float], None]
     """Told how each one ended: kept, failed or dropped."""
 
 
@@ -116,7 +116,7 @@ class Snapshots:
             await self._drop(directory, "dropped")
             return
         self.cost.kept(saved.device_s)
-        self._tools.count("kept")
+        self._tools.count("kept", saved.device_s)
         old, self._directory = self._directory, str(directory)
         self._on_kept(str(directory), seq)
         logger.info("snapshot of %s at request %d", self._row.model_id, seq, extra={"event": "snapshot"})
@@ -142,7 +142,7 @@ class Snapshots:
 
     async def _drop(self, directory: Path, how: str) -> None:
         self.cost.failed()
-        self._tools.count(how)
+        self._tools.count(how, 0.0)
         await asyncio.to_thread(remove_tree, directory)
 
     async def _prune(self, seq: int) -> None:

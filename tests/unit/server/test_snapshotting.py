@@ -33,6 +33,7 @@ from tinsmith.engine.base import (
     Status,
 )
 from tinsmith.server import replaying
+from tinsmith.server.metrics import Metrics
 
 TOKENS = (1, 2, 3, 4, 5, 6)
 
@@ -490,3 +491,13 @@ def test_a_backend_that_comes_up_is_waited_for(tmp_path: Path) -> None:
             await ann.result(step)
 
     run(scenario())
+
+
+def test_the_time_that_snapshots_take_is_counted() -> None:
+    metrics = Metrics()
+    metrics.snapshot("kept", 0.25)
+    metrics.snapshot("failed", 0.0)
+    metrics.snapshot("kept", 0.5)
+    text = metrics.text().decode()
+    assert "tinsmith_snapshot_seconds_total 0.75\n" in text
+    assert 'tinsmith_snapshots_total{end="failed"} 1.0' in text
