@@ -2,7 +2,7 @@
 
 Owns: norm with residual, rotation and filling of the cache, attention over its blocks, the gate of the MLP. Compiled
 by numba at their first use, which takes some seconds once per machine, and kept on disk.
-Does not know: torch, models, who holds which block.
+Does not know: tensors, models, who holds which block.
 
 A row's result depends on that row and its position alone, in an order of sums that is the same in every batch: that is
 what makes a sample independent of what runs beside it. Everything is float32.
@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from llvmlite import ir
 from numba import config, get_num_threads, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
@@ -71,11 +72,25 @@ def exponential(x: np.float32) -> np.float32:
     return value if x == x else x
 
 
-def use_threads(count: int) -> None:
-    """How many threads the kernels called from this thread use; never more than there are cores."""
-    count = min(count, config.NUMBA_NUM_THREADS)
+GRAIN = 32768
+"""Work on fewer numbers than this is not worth a second thread: on a busy machine it would have to be waited for."""
+
+
+def use_threads(numbers: int) -> None:
+    """Choose the threads of the kernels that this thread calls next, by the size of their work: torch's, or one."""
+    count = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS) if numbers >= GRAIN else 1
     if get_num_threads() != count:
         set_num_threads(count)
+
+
+def _start_threads() -> None:
+    """Have numba start its threads now. They are OpenMP's, as torch's are, and in starting it sets torch's number, too."""
+    count = torch.get_num_threads()
+    set_num_threads(get_num_threads())
+    torch.set_num_threads(count)
+
+
+_start_threads()
 
 
 @compiled()

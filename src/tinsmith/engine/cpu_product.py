@@ -144,7 +144,7 @@ class PackedWeights:
 
     def times(self, x_TD: torch.Tensor) -> torch.Tensor:
         """x W^T as y_TE."""
-        use_threads(torch.get_num_threads())
+        use_threads(self._packed_NDP.size)
         out_TE = torch.empty(len(x_TD), self._width)
         _multiply(x_TD.contiguous().numpy(), self._packed_NDP, out_TE.numpy())
         return out_TE if self._width == self.outputs else out_TE[:, : self.outputs]

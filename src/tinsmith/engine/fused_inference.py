@@ -113,26 +113,29 @@ class FusedDecoder(InferenceDecoder):
         from tinsmith.engine.cpu_kernels import add_norm, attend_kernel, gate, turn_and_keep, use_threads
 
         config, eps = self.config, np.float32(self.config.norm_eps)
-        use_threads(torch.get_num_threads())
         attend = attend_kernel(config.head_dim, cache.block_size)
         places = _places(positions_T.numpy(), batch, cache.block_size)
         turning, still = self._angles(positions_T)
         keys_LNKCB, values_LNKBC = cache.keys_LNKCB.numpy(), cache.values_LNKBC.numpy()
         rows = len(tokens_T)
+        looked_at = int(places.position_T.sum() + rows) * 2 * config.query_size  # numbers of keys and values
         x_TD = embedding(tokens_T, self._embedding_VD).numpy()
         normed_TD, attended_TE = torch.empty(rows, config.hidden_size), torch.empty(rows, config.query_size)
         active_TI = torch.empty(rows, config.intermediate_size)
         y_TD = torch.zeros(rows, config.hidden_size)
         for index, (layer, norms) in enumerate(zip(self._layers, self._norms, strict=True)):
             keys_NKCB, values_NKBC = keys_LNKCB[index], values_LNKBC[index]
+            use_threads(normed_TD.numel())
             add_norm(x_TD, y_TD.numpy(), norms.input_D, eps, normed_TD.numpy())
             qkv_TE = layer.qkv(normed_TD)
             adapters.apply(index, "qkv", normed_TD, qkv_TE)
             stacked_TE = qkv_TE.numpy()
+            use_threads(stacked_TE.size)
             angles = turning if config.has_rope(index) else still
             turn_and_keep(
                 stacked_TE, norms.heads_HC, eps, *angles, places.block_T, places.slot_T, keys_NKCB, values_NKBC
             )
+            use_threads(looked_at)
             attend(
                 stacked_TE,
                 places.position_T,
@@ -145,12 +148,15 @@ class FusedDecoder(InferenceDecoder):
             )
             y_TD = layer.output(attended_TE)
             adapters.apply(index, "output", attended_TE, y_TD)
+            use_threads(normed_TD.numel())
             add_norm(x_TD, y_TD.numpy(), norms.mlp_D, eps, normed_TD.numpy())
             gate_up_TE = layer.gate_up(normed_TD)
             adapters.apply(index, "gate_up", normed_TD, gate_up_TE)
+            use_threads(active_TI.numel())
             gate(gate_up_TE.numpy(), active_TI.numpy())
             y_TD = layer.down(active_TI)
             adapters.apply(index, "down", active_TI, y_TD)
+        use_threads(normed_TD.numel())
         add_norm(x_TD, y_TD.numpy(), self._last_norm_D, eps, normed_TD.numpy())
         return normed_TD
 

@@ -112,17 +112,18 @@ class CompiledRows:
         from tinsmith.engine import row_kernels
         from tinsmith.engine.cpu_kernels import gate, use_threads
 
-        self._kernels, self._gate = row_kernels, gate
-        use_threads(torch.get_num_threads())
+        self._kernels, self._gate, self._use_threads = row_kernels, gate, use_threads
 
     def norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
         x_TD = x_TD.contiguous()
+        self._use_threads(x_TD.numel())
         out_TD, scale_T1 = torch.empty_like(x_TD), torch.empty(len(x_TD), 1)
         self._kernels.norm(x_TD.numpy(), weight_D.numpy(), np.float32(eps), scale_T1.numpy(), out_TD.numpy())
         return out_TD, scale_T1
 
     def scaled(self, x_TD: torch.Tensor, scale_T1: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
         x_TD = x_TD.contiguous()
+        self._use_threads(x_TD.numel())
         out_TD = torch.empty_like(x_TD)
         self._kernels.scaled(x_TD.numpy(), scale_T1.numpy(), weight_D.numpy(), out_TD.numpy())
         return out_TD
@@ -136,24 +137,28 @@ class CompiledRows:
         beside_TD: torch.Tensor | None,
     ) -> torch.Tensor:
         grad_TD, x_TD = grad_TD.contiguous(), x_TD.contiguous()
+        self._use_threads(x_TD.numel())
         out_TD = torch.zeros_like(x_TD) if beside_TD is None else beside_TD.clone()
         self._kernels.add_norm_back(grad_TD.numpy(), x_TD.numpy(), scale_T1.numpy(), weight_D.numpy(), out_TD.numpy())
         return out_TD
 
     def gate(self, gate_up_TE: torch.Tensor) -> torch.Tensor:
         gate_up_TE = gate_up_TE.contiguous()
+        self._use_threads(gate_up_TE.numel())
         active_TI = torch.empty(len(gate_up_TE), gate_up_TE.shape[1] // 2)
         self._gate(gate_up_TE.numpy(), active_TI.numpy())
         return active_TI
 
     def gate_back(self, active_grad_TI: torch.Tensor, gate_up_TE: torch.Tensor) -> torch.Tensor:
         gate_up_TE = gate_up_TE.contiguous()
+        self._use_threads(gate_up_TE.numel())
         out_TE = torch.empty_like(gate_up_TE)
         self._kernels.gate_back(active_grad_TI.contiguous().numpy(), gate_up_TE.numpy(), out_TE.numpy())
         return out_TE
 
     def turn(self, x_THC: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
         x_THC = x_THC.contiguous()
+        self._use_threads(x_THC.numel())
         out_THC = torch.empty_like(x_THC)
         self._kernels.turn(x_THC.numpy(), cos_T1F.numpy(), sin_T1F.numpy(), out_THC.numpy())
         return out_THC

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -96,3 +100,21 @@ def test_the_exponential_is_right_everywhere() -> None:
         assert np.abs(found[:-5] / np.exp(x[:-5].astype(np.float64)) - 1).max() < 3e-7
     assert found[-5:-1].tolist() == [0.0, 0.0, np.inf, np.inf]
     assert np.isnan(found[-1])
+
+
+@compiles
+@pytest.mark.parametrize("threads", [1, 2])
+def test_kernels_leave_torch_its_threads(threads: int) -> None:
+    program = f"""
+import numpy, torch
+torch.set_num_threads({threads})
+from tinsmith.engine.cpu_kernels import GRAIN, gate, get_num_threads, use_threads
+gate(numpy.ones((2, 8), numpy.float32), numpy.ones((2, 4), numpy.float32))
+use_threads(GRAIN)
+print(torch.get_num_threads(), get_num_threads())
+use_threads(GRAIN - 1)
+print(torch.get_num_threads(), get_num_threads())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    most = min(threads, os.cpu_count() or 1)
+    assert done.stdout.splitlines() == [f"{threads} {most}", f"{threads} 1"]
