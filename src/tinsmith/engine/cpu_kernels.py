@@ -84,7 +84,7 @@ def use_threads(numbers: int) -> None:
 
 
 def _start_threads() -> None:
-    """Have numba start its threads now. They are OpenMP's, as torch's are, and in starting it sets torch's number, too."""
+    """Have numba start its threads now: they are OpenMP's, as torch's are, and it sets torch's number as well."""
     count = torch.get_num_threads()
     set_num_threads(get_num_threads())
     torch.set_num_threads(count)
