@@ -15,10 +15,10 @@ check: setup checked ## Format, lint, types and unit tests: about a minute
 	@$(PYTEST) tests/unit
 
 test: setup ## Everything: what check does, the contract tests against the official SDK, its cookbook, and end to end
-	@$(MAKE) --no-print-directory -j 3 checked cookbook postgres
+	@$(MAKE) --no-print-directory -j 3 checked cookbook postgres kernels
 	@$(PYTEST) tests
 
-.PHONY: checked cookbook postgres
+.PHONY: checked cookbook postgres kernels
 checked:
 	@.venv/bin/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
 	@.venv/bin/ruff check --quiet .
@@ -29,6 +29,9 @@ cookbook:
 
 postgres:
 	@tools/postgres
+
+kernels:
+	@tools/kernels
 
 torture: setup ## Kill engine and server 100 times under load, and compare with an undisturbed run (a quarter of an hour)
 	@tools/official
