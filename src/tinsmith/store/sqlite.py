@@ -94,11 +94,13 @@ class SqliteStore:
     async def write(self, *statements: Statement) -> int:
         if not statements:
             return 0
-        queries = [find(_QUERIES, statement.name) for statement in statements]
-        bound = [
-            (query.sql, query.bind(statement.parameters)) for query, statement in zip(queries, statements, strict=True)
-        ]
-        size_bytes = sum(len(value) for _, values in bound for value in values if isinstance(value, bytes))
+        bound = []
+        size_bytes = 0
+        for statement in statements:
+            query = find(_QUERIES, statement.name)
+            values = query.bind(statement.parameters)
+            bound.append((query.sql, values))
+            size_bytes += sum([len(value) for value in values if type(value) is bytes])
         task = Task(bound, None, self._future(), size_bytes)
         self._open_writer().put(task)
         count: int = await task.future
