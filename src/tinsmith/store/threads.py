@@ -172,11 +172,14 @@ class Writer:
         self._thread.start()
 
     def put(self, task: Task) -> None:
-        """Queue a task. Called on the loop."""
+        """Queue a task. Called on the loop. A small one waits for others of the same turn, a large one begins."""
         self._waiting.append(task)
         if not self._is_at_work:
             self._is_at_work = True
-            self._outbox.loop.call_soon(self._next)
+            if task.size_bytes > MAX_INLINE_BYTES:
+                self._next()
+            else:
+                self._outbox.loop.call_soon(self._next)
 
     async def close(self) -> None:
         """Finish what was put, then close the connection."""

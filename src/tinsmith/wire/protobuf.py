@@ -130,13 +130,21 @@ def read_fields(data: memoryview, where: str) -> Iterator[Field]:
     """The fields of a message in order: number, wire type, and an integer or the bytes."""
     position, end = 0, len(data)
     while position < end:
-        key, position = read_varint(data, position, where)
+        key = data[position]
+        if key < 0x80:
+            position += 1
+        else:
+            key, position = read_varint(data, position, where)
         number, kind = key >> 3, key & 7
         if number == 0 or number >= 1 << 29:
             raise WireError(f"{where}: field number {number} is not allowed", field=where)
         value: Value
         if kind == BYTES:
-            length, position = read_varint(data, position, where)
+            if position < end and data[position] < 0x80:
+                length = data[position]
+                position += 1
+            else:
+                length, position = read_varint(data, position, where)
             if length > end - position:
                 raise WireError(f"{where}: a field claims {length} bytes where {end - position} are left", field=where)
             value = data[position : position + length]
@@ -283,6 +291,8 @@ def read_tensor(data: memoryview, where: str) -> TensorData:
         if csr is not None:
             return _read_csr(csr, dtype_number, shape, where)
         dtype, array = widen(dense, dtype_number, where)
+        if shape == [array.size]:
+            return TensorData.of_array(array, dtype, shape)
         return TensorData(array, dtype, shape or None)
     except InvalidInputError as error:
         raise WireError(f"{where}: {error}", field=where) from None
