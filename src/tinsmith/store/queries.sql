@@ -266,9 +266,12 @@ SELECT COUNT(*) AS count FROM jobs WHERE lane = :lane AND state = 'queued';
 -- name: count_jobs_queued
 SELECT COUNT(*) AS count FROM jobs WHERE state = 'queued';
 
--- Queued is the only state that can be left, so a second outcome of a job touches no row.
+-- Queued is the only state that can be left, so a second outcome of a job touches no row. The two spaces behind the JSON
+-- make up for the shorter word: SQLite overwrites a row of the same length in place, and would else write all of a large
+-- payload again.
 -- name: set_job_state
-UPDATE jobs SET state = :state WHERE request_id = :request_id AND state = 'queued';
+UPDATE jobs SET state = :state, context = CASE :state WHEN 'done' THEN context || ' ' || ' ' ELSE context END
+WHERE request_id = :request_id AND state = 'queued';
 
 -- Drops the payloads that a snapshot contains. Numbers, digests and results stay, so that repeated requests are known.
 -- name: prune_journal
