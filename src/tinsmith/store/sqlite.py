@@ -28,7 +28,7 @@ OLDEST_SQLITE = (3, 37, 0)
 PAGE_BYTES = 16384
 """Of a new file. A payload of 4 MB is written in two thirds of the time that SQLite's default of 4096 takes."""
 CHECKPOINT_PAGES = 4000
-"""Pages in the log, 64 MB, before a commit itself moves them to the file. The writer does so earlier, behind a commit."""
+"""Pages in the log, 64 MB, before a commit itself moves them to the file; the writer does so earlier (`threads`)."""
 
 MEMORY = ":memory:"
 
