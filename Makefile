@@ -35,6 +35,8 @@ kernels:
 
 torture: setup ## Kill engine and server 100 times under load, and compare with an undisturbed run (a quarter of an hour)
 	@tools/official
+	@tools/postgres
+	@KILLS=200 $(PY) -m pytest -q tests/e2e/test_server_crash.py
 	@PYTHONPATH=tests $(PY) -m support.torture --kills 100
 
 demo: setup ## From nothing to a tuned model on this machine, with a report in tinsmith-demo/

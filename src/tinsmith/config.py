@@ -224,6 +224,18 @@ def prices_from_env(environ: Mapping[str, str]) -> dict[str, float]:
 
 MB = 1024 * 1024
 _AMOUNTS = ("requests_per_minute", "lora_alpha")
+_TEXTS = (
+    "host",
+    "data_dir",
+    "models_dir",
+    "database",
+    "api_key",
+    "backend",
+    "log_format",
+    "device",
+    "dtype",
+    "disk_cap_action",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +302,12 @@ class ServerConfig:
     """Results above this size are announced before they are sent."""
     disk_cap_bytes: int | None = None
     """Most that checkpoints may take; None: the disk decides."""
+    disk_cap_action: Literal["refuse", "delete"] = "refuse"
+    """Over the cap: refuse saves, or also delete training checkpoints, the oldest first (see max_run_checkpoints)."""
+    max_run_checkpoints: int | None = None
+    """Training checkpoints kept of a run, the newest; published ones and those with a ttl stay. None: all."""
+    checkpoint_retention_s: float | None = None
+    """Age at which a run's training checkpoints go, but the newest (see max_run_checkpoints); None: never."""
     min_free_bytes: int = 256 * MB
     """Free disk below which new work is refused."""
     max_replay_s: float = 30.0
@@ -321,6 +339,8 @@ class ServerConfig:
             raise TinkerError(f"models must be a list of NAME or NAME=SOURCE, got {self.models!r}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise TinkerError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
+        if self.disk_cap_action not in ("refuse", "delete"):
+            raise TinkerError(f"disk_cap_action must be refuse or delete, got {self.disk_cap_action!r}")
         if self.log_format not in ("text", "json"):
             raise TinkerError(f"log_format must be text or json, got {self.log_format!r}")
         for spec in dataclasses.fields(self):
@@ -411,7 +431,7 @@ def _parsed(name: str, text: str) -> Any:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if name == "client_flags":
         return dict(_flag(part) for part in text.split(",") if part.strip())
-    if name in ("host", "data_dir", "models_dir", "database", "api_key", "backend", "log_format", "device", "dtype"):
+    if name in _TEXTS:
         return text
     try:
         return int(text) if text.lstrip("-").isdigit() else float(text)

@@ -313,6 +313,45 @@ def test_checkpoints(make_store: MakeStore) -> None:
     run(make_store, scenario)
 
 
+def test_checkpoints_that_may_go(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        def made(name: str, at: float, **fields: object) -> rows.CheckpointRow:
+            return make.checkpoint(name, **{"created_at": at, "expires_at": None, "public": False, **fields})
+
+        a, b, c, d = (made(name, at) for name, at in (("a", 1.0), ("b", 2.0), ("c", 3.0), ("d", 4.0)))
+        others = [
+            made("shown", 0.0, public=True),
+            made("short", 9.0, expires_at=99.0),
+            made("drawn", 0.5, kind="sampler_weights"),
+            made("alone", 0.1, model_id="model-2"),
+        ]
+        await store.write(*(statement("put_checkpoint", row) for row in (*others, d, c, b, a)))
+
+        async def beyond(keep: int, before: float = 0.0, limit: int = 9) -> list[rows.CheckpointRow]:
+            return await store.read(rows.CheckpointRow, "checkpoints_beyond", keep=keep, before=before, limit=limit)
+
+        assert await beyond(2) == [a, b]
+        assert await beyond(2, limit=1) == [a]
+        assert await beyond(2**62, before=4.5) == [a, b, c]  # never the newest
+        assert await beyond(3, before=2.5) == [a, b]
+        assert await beyond(9) == []
+
+    run(make_store, scenario)
+
+
+def test_a_checkpoint_that_has_changed_is_not_deleted_as_it_was(make_store: MakeStore) -> None:
+    async def scenario(store: AnyStore) -> None:
+        for changed in ({"directory": "/new"}, {"public": True}, {"expires_at": 9.0}, {"expires_at": None}):
+            row = make.checkpoint("a", **{"expires_at": 5.0, "public": False} | changed)
+            await store.write(statement("put_checkpoint", row))
+            was = make.checkpoint("a", expires_at=5.0, public=False)
+            assert await store.write(statement("delete_checkpoint_as_it_was", was, ends_at=5.0)) == 0
+            end = row.expires_at if row.expires_at is not None else -1.0
+            assert await store.write(statement("delete_checkpoint_as_it_was", row, ends_at=end)) == 1
+
+    run(make_store, scenario)
+
+
 def test_storage_is_added_up(make_store: MakeStore) -> None:
     async def scenario(store: AnyStore) -> None:
         owners = [("p", "u", 2**40), ("p", "u", 1), ("p", "v", 2), (None, "u", 3)]

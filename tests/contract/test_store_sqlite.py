@@ -89,7 +89,7 @@ def test_every_acknowledged_row_survives_kill_9(tmp_path: Path) -> None:
         wanted = len(acknowledged) + chance.randint(1, 1500)
         for line in process.stdout:
             if not line.endswith("\n"):
-                break  # it was killed while it said so
+                continue  # it was killed while it said so
             acknowledged.add((line.split()[0], int(line.split()[1])))
             if len(acknowledged) == wanted:
                 process.kill()
@@ -243,3 +243,20 @@ def test_memory_is_gone_at_the_end() -> None:
         return (await store.read(CountRow, "count_jobs_queued"))[0].count
 
     assert [run(MemoryStore, scenario) for _ in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize("state", ["done", "failed"])
+def test_the_end_of_a_large_job_does_not_write_its_payload_again(tmp_path: Path, state: str) -> None:
+    async def scenario() -> None:
+        store = SqliteStore(tmp_path / "db")
+        await store.open()
+        row = make.job("a", 1, job=os.urandom(2**20))
+        await store.write(statement("insert_job", row))
+        before = await store.size_bytes()
+        await store.write(statement("set_job_state", request_id=row.request_id, state=state))
+        assert await store.size_bytes() - before < 2**18
+        [found] = await store.read(JobRow, "job", request_id=row.request_id)
+        assert (found.state, found.job, found.context.rstrip()) == (state, row.job, row.context)
+        await store.close()
+
+    asyncio.run(scenario())

@@ -19,6 +19,7 @@ import threading
 from pathlib import Path
 from typing import Any, Self
 
+from support.fork_server import Forked, ForkServer
 from tinsmith.testing.backend import Execution, read_log
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,8 +42,10 @@ class ServerEndedError(Exception):
 class ServerProcess:
     """One data directory and one port; the process on them can come and go."""
 
-    def __init__(self, data_dir: Path, *options: str, backend: str = BACKEND, **settings: Any) -> None:
-        """`settings` are those of ServerConfig, as the environment gives them."""
+    def __init__(
+        self, data_dir: Path, *options: str, backend: str = BACKEND, forks: ForkServer | None = None, **settings: Any
+    ) -> None:
+        """`settings` are those of ServerConfig, as the environment gives them; `forks` makes starts cheap."""
         self.data_dir = data_dir
         self.url = ""
         self.key = ""
@@ -50,7 +53,8 @@ class ServerProcess:
         self._port = 0
         self._options = ["--backend", backend, *options]
         self._settings = {f"TINSMITH_{name.upper()}": str(value) for name, value in settings.items()}
-        self._process: subprocess.Popen[str] | None = None
+        self._forks = forks
+        self._process: subprocess.Popen[str] | Forked | None = None
         self._log_path = data_dir.parent / f"{data_dir.name}.log"
 
     def __enter__(self) -> Self:
@@ -90,7 +94,7 @@ class ServerProcess:
         finally:
             timer.cancel()
 
-    def begin(self) -> subprocess.Popen[str]:
+    def begin(self) -> subprocess.Popen[str] | Forked:
         """Start without waiting for anything."""
         assert self._process is None, "the server runs already"
         self._process = self._spawn()
@@ -133,18 +137,20 @@ class ServerProcess:
         command = [sys.executable, "-m", "tinsmith", *arguments, "--data-dir", str(self.data_dir)]
         return subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=START_S)
 
-    def _spawn(self) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "tinsmith", "serve", "--port", str(self._port)]
+    def _spawn(self) -> subprocess.Popen[str] | Forked:
+        arguments = ["serve", "--port", str(self._port), "--data-dir", str(self.data_dir), *self._options]
         with self._log_path.open("ab") as log:
+            if self._forks is not None:
+                return self._forks.spawn(arguments, environment(**self._settings), log)
             return subprocess.Popen(
-                [*command, "--data-dir", str(self.data_dir), *self._options],
+                [sys.executable, "-m", "tinsmith", *arguments],
                 env=environment(**self._settings),
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
             )
 
-    def _read_address(self, process: subprocess.Popen[str]) -> None:
+    def _read_address(self, process: subprocess.Popen[str] | Forked) -> None:
         assert process.stdout is not None
         lines: list[str] = []
         while not lines or not lines[-1].startswith("export TINKER_API_KEY="):

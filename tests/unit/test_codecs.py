@@ -15,7 +15,7 @@ from strategies import datums, fb_outputs, fb_requests, sample_responses
 from tinsmith import types
 from tinsmith.errors import InvalidInputError, WireError
 from tinsmith.types import Datum, ForwardBackwardOutput, ForwardBackwardRequest, ModelInput, SampleResponse, TensorData
-from tinsmith.wire import json_codec
+from tinsmith.wire import json_codec, protobuf
 from tinsmith.wire.message import is_given
 from tinsmith.wire.proto_outputs import decode_output, encode_output
 from tinsmith.wire.proto_sampling import decode_response, encode_response
@@ -353,3 +353,32 @@ def test_binary_only_answers_are_refused_in_json() -> None:
 def test_alternatives_must_be_of_one_shape() -> None:
     with pytest.raises(InvalidInputError, match=r"prompt_alt_tokens|shape"):
         types.PromptAltTokens(TensorData([1, 2], "int64", [2, 1]), TensorData([0.5], "float32", [1, 1]))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float32"])
+@pytest.mark.parametrize("count", [0, 1, 127, 128, 5000])
+def test_tensors_read_alike_in_any_order_of_their_fields(dtype: Any, count: int) -> None:
+    values = np.arange(count, dtype=np.int64 if dtype == "int64" else np.float32)
+    written = protobuf.tensor_message(TensorData(values, dtype, [count])).encode()
+    other = protobuf.Message()
+    other.packed(4, [count])
+    other.number(3, protobuf.DTYPE_NUMBERS[dtype])
+    other.blob(1, values.tobytes())
+    plain, slow = (protobuf.read_tensor(memoryview(body), "x") for body in (written, other.encode()))
+    assert plain == slow
+    assert (plain.dtype, plain.shape, plain.array.dtype) == (slow.dtype, slow.shape, slow.array.dtype)
+    assert len(plain) == count
+
+
+@pytest.mark.parametrize(
+    "tail", [b"", b"\x18\x02\x22\x01\x03", b"\x18\x02\x22\x01\x02\x18\x01", b"\x18\x07\x22\x01\x02", b"\x18\x03"]
+)
+def test_what_is_not_plainly_a_tensor_is_read_field_by_field(tail: bytes) -> None:
+    values = b"\x0a\x10" + bytes(16)
+    told = []
+    for body in (values + tail, tail + values):
+        try:
+            told.append(repr(protobuf.read_tensor(memoryview(body), "x")))
+        except WireError as error:
+            told.append(str(error))
+    assert told[0] == told[1]

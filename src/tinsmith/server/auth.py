@@ -38,6 +38,8 @@ class Authenticator:
         self._token_ttl_s = token_ttl_s
         self._clock = clock
         self._cache: dict[str, tuple[float, Caller]] = {}
+        self._keys: dict[str, tuple[float, Caller]] = {}
+        """The same by the key itself, which saves its digest."""
         self._tokens: dict[str, tuple[float, int]] = {}
         """Tokens whose signature was checked: expiry and key. Checking again would take longer than all the rest."""
 
@@ -45,8 +47,16 @@ class Authenticator:
         """The holder of a key or token."""
         if not credential:
             raise NotAuthenticatedError("no key was sent; set TINKER_API_KEY (header x-api-key)")
+        known = self._keys.get(credential)
+        if known is not None and known[0] > self._clock():
+            return known[1]
         if credential.startswith(PREFIX):
-            return await self._by_digest(digest_of(credential))
+            digest = digest_of(credential)
+            caller = await self._by_digest(digest)
+            if len(self._keys) >= MAX_CACHED:
+                self._keys.clear()
+            self._keys[credential] = self._cache[digest]
+            return caller
         if credential.startswith("eyJ"):
             return await self._by_token(credential)
         raise NotAuthenticatedError(f"the credential is neither a key ({PREFIX}...) nor a token (eyJ...)")
@@ -68,6 +78,7 @@ class Authenticator:
     def forget(self) -> None:
         """Ask the store again for every key."""
         self._cache.clear()
+        self._keys.clear()
 
     async def _by_token(self, token: str) -> Caller:
         known = self._tokens.get(token)

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from tinsmith.server.identity import Caller
 from tinsmith.wire import json_codec
@@ -24,13 +25,12 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 NEWEST = (999, 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One authenticated request."""
 
     route: Route
     caller: Caller
-    params: Mapping[str, str] = field(default_factory=dict)
+    params: Mapping[str, str] = {}
     query: Any = None
     """The query as the route's type, where it has one."""
     message: Any = None
@@ -38,9 +38,18 @@ class Call:
     body: bytes = b""
     """The body's bytes, decompressed."""
     is_protobuf: bool = False
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
     """By lower-case name."""
-    base_url: str = ""
+    scheme: str = "http"
+    root_path: str = ""
+
+    @property
+    def base_url(self) -> str:
+        """How the client reaches this server, for addresses in answers."""
+        headers = self.headers
+        scheme = headers.get("x-forwarded-proto", self.scheme).split(",")[0].strip()
+        host = headers.get("x-forwarded-host") or headers.get("host") or "127.0.0.1"
+        return f"{scheme}://{host}{headers.get('x-forwarded-prefix', self.root_path).rstrip('/')}"
 
     @property
     def sdk(self) -> tuple[int, int]:
@@ -54,14 +63,13 @@ class Call:
         return PROTOBUF in self.headers.get("accept", "")
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """What goes back."""
 
     body: bytes = b""
     status: int = 200
     content_type: str = JSON
-    headers: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = {}
 
 
 Handler: TypeAlias = Callable[["Services", Call], Awaitable[Answer]]

@@ -162,4 +162,5 @@ def remove_tree(path: Path) -> None:
 
 
 def _segment(identifier: str) -> str:
-    return _SAFE.sub("_", identifier)
+    segment = _SAFE.sub("_", identifier)
+    return segment if segment.strip(".") else "_" * len(segment)

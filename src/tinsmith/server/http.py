@@ -15,10 +15,13 @@ from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tinsmith.errors import InvalidInputError, LimitExceededError, TinkerError, WireError
 from tinsmith.server import http_errors
 from tinsmith.server.calls import JSON, PROTOBUF, Answer, Call, Handler
+from tinsmith.server.exchange import answer as answer_whole
+from tinsmith.server.exchange import exchange_of, whole_body
 from tinsmith.server.identity import Caller
 from tinsmith.server.refusals import SlowBodyError, UnsupportedBodyError
 from tinsmith.server.services import Services
@@ -46,8 +49,9 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.perf_counter()
+        exchange = exchange_of(scope)
         try:
-            answer = await self._answer(scope, receive)
+            answer = await self._answer(scope, receive, exchange)
         except TinkerError as error:
             answer = refusal(error)
             if answer.status >= 500:
@@ -55,10 +59,10 @@ class Endpoint:
         except Exception as error:
             logger.exception("%s failed", self._route.name, extra={"event": "fault", "route": self._route.name})
             answer = refusal(fault(error))
-        await send_answer(send, answer)
+        await send_answer(send, answer, exchange)
         self._services.metrics.request(self._route.name, answer.status, time.perf_counter() - began)
 
-    async def _answer(self, scope: Scope, receive: Receive) -> Answer:
+    async def _answer(self, scope: Scope, receive: Receive, exchange: RequestResponseCycle | None) -> Answer:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         services = self._services
         if self._is_open:
@@ -68,7 +72,12 @@ class Endpoint:
             services.admission.check_rate(caller)
             if self._scope_needed:
                 caller.need(self._scope_needed)
-        body = await read_body(receive, headers, services.config.max_body_bytes, services.config.body_timeout_s)
+        config = services.config
+        body = whole_body(exchange) if exchange is not None else None
+        if body is None:
+            body = await read_body(receive, headers, config.max_body_bytes, config.body_timeout_s)
+        elif len(body) > config.max_body_bytes:
+            raise _too_large(config.max_body_bytes)
         return await self._handler(services, self._call(scope, headers, caller, body))
 
     def _call(self, scope: Scope, headers: dict[str, str], caller: Caller, body: bytes) -> Call:
@@ -91,7 +100,8 @@ class Endpoint:
             body=body,
             is_protobuf=is_protobuf,
             headers=headers,
-            base_url=_base_url(scope, headers),
+            scheme=scope.get("scheme", "http"),
+            root_path=scope.get("root_path", ""),
         )
 
 
@@ -150,12 +160,12 @@ def refusal(error: TinkerError) -> Answer:
     return Answer(http_errors.body_of(error), http_errors.status_of(error), JSON, http_errors.headers_of(error))
 
 
-async def send_answer(send: Send, answer: Answer) -> None:
-    headers = [
-        (b"content-type", answer.content_type.encode("latin-1")),
-        (b"content-length", str(len(answer.body)).encode()),
-    ]
-    headers += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items()]
+async def send_answer(send: Send, answer: Answer, exchange: RequestResponseCycle | None = None) -> None:
+    headers = [(b"content-type", answer.content_type.encode("latin-1")), (b"content-length", b"%d" % len(answer.body))]
+    if answer.headers:
+        headers += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items()]
+    if exchange is not None and answer_whole(exchange, answer.status, headers, answer.body):
+        return
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": answer.body})
 
@@ -171,14 +181,6 @@ def _query(type_: type[Any], query_string: bytes) -> Any:
 def _bearer(headers: Mapping[str, str]) -> str | None:
     kind, _, credential = headers.get("authorization", "").partition(" ")
     return credential.strip() if kind.lower() == "bearer" else None
-
-
-def _base_url(scope: Scope, headers: Mapping[str, str]) -> str:
-    """How the client reaches this server, for addresses in answers."""
-    scheme = headers.get("x-forwarded-proto", scope.get("scheme", "http")).split(",")[0].strip()
-    host = headers.get("x-forwarded-host") or headers.get("host") or "127.0.0.1"
-    prefix = headers.get("x-forwarded-prefix", scope.get("root_path", "")).rstrip("/")
-    return f"{scheme}://{host}{prefix}"
 
 
 def _too_large(max_bytes: int) -> LimitExceededError:

@@ -20,7 +20,7 @@ import msgspec
 from tinsmith.engine.base import Done, JobCancelledError, JobFailedError, encode_job
 from tinsmith.errors import ConstraintError, InvalidInputError, StoreError
 from tinsmith.server.promises import Broker, Outcome, Promise
-from tinsmith.server.usage import job_usage
+from tinsmith.server.usage import usage_statements
 from tinsmith.server.work import Draft, Finished, Finisher, Work, digest_of, error_outcome
 from tinsmith.store.base import Statement, Store, statement
 from tinsmith.store.rows import JobRow, ResultRow
@@ -30,7 +30,11 @@ logger = logging.getLogger(__name__)
 STORE_RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Pauses while a result cannot be written; the last one repeats. The result is in memory meanwhile."""
 
+MAX_TOGETHER = 256
+"""Results of samples in one write."""
+
 Enqueue = Callable[[Work], None]
+Ended = list[tuple[Work, Done | BaseException]]
 
 
 def new_request_id() -> str:
@@ -65,6 +69,8 @@ class Jobs:
         self.queued_by_org: dict[str, int] = {}
         """How many requests of each organisation have no result yet."""
         self._store_is_down = False
+        self._samples: Ended | None = None
+        """Samples that have ended, and whose results the next task will keep."""
 
     async def accept(self, draft: Draft, enqueue: Enqueue) -> str:
         """Journal a request and queue it; returns its id. The same number again gives the same id."""
@@ -73,12 +79,12 @@ class Jobs:
         if accepting is not None:
             return _same(await asyncio.shield(accepting), draft)
         promised: asyncio.Future[JobRow] = asyncio.get_running_loop().create_future()
-        promised.add_done_callback(_seen)
         self._accepting[number] = promised
         try:
             row = await self._journal(draft, enqueue)
         except BaseException as error:
             promised.set_exception(error if isinstance(error, Exception) else StoreError("the request was cut off"))
+            promised.exception()  # marks it as looked at: often nobody else waits for it
             raise
         else:
             promised.set_result(row)
@@ -100,7 +106,7 @@ class Jobs:
     async def settle_at_once(self, draft: Draft, result: Any) -> str:
         """Journal a request whose result is known already."""
         request_id = self._new_id()
-        row = self._row(draft, request_id, state="done")
+        row = self._row(draft, request_id, "done")
         body = msgspec.json.encode(result)
         now = self._clock()
         kept = ResultRow(
@@ -123,7 +129,7 @@ class Jobs:
         self._keep(draft.lane, self._write_for_sure(self._refusal(draft, reason)))
 
     def _refusal(self, draft: Draft, reason: str) -> Statement:
-        row = self._row(replace(draft, make_job=None, context={"reason": reason}), self._new_id(), state="refused")
+        row = self._row(replace(draft, context={"reason": reason}), self._new_id(), "refused")
         return statement("insert_job_if_absent", row)
 
     def reopen(self, work: Work) -> None:
@@ -133,7 +139,13 @@ class Jobs:
 
     def finish(self, work: Work, result: Done | BaseException) -> None:
         """A job has ended: keep its result, then tell those who wait."""
-        self._keep(work.row.lane, self._finish(work, result))
+        if work.row.kind != "sample":
+            self._keep(work.row.lane, self._finish([(work, result)]))
+            return
+        if self._samples is None or len(self._samples) == MAX_TOGETHER:
+            self._samples = []
+            self._keep("", self._finish(self._samples))
+        self._samples.append((work, result))
 
     async def drain(self) -> None:
         """Wait until all results that are on their way are kept."""
@@ -156,20 +168,16 @@ class Jobs:
         task.add_done_callback(self._tasks.pop)
 
     async def _journal(self, draft: Draft, enqueue: Enqueue) -> JobRow:
-        row = self._row(draft, self._new_id(), state="queued")
+        assert draft.make_job is not None
+        job = draft.make_job(self._new_id())
+        row = self._row(draft, job.job_id, "queued", encode_job(job))
         try:
             await self._store.write(statement("insert_job", row), *draft.statements)
         except ConstraintError:
             existing = await self._existing(draft)
             self._take_up(existing, draft, enqueue)
             return existing
-        assert draft.make_job is not None
-        work = Work(
-            row=row,
-            job=draft.make_job(row.request_id),
-            context=dict(draft.context),
-            on_tokens=draft.on_tokens,
-        )
+        work = Work(row=row, job=job, context=dict(draft.context), on_tokens=draft.on_tokens)
         self.reopen(work)
         enqueue(work)
         return row
@@ -183,7 +191,7 @@ class Jobs:
             self.reopen(work)
             enqueue(work)
 
-    def _row(self, draft: Draft, request_id: str, state: str) -> JobRow:
+    def _row(self, draft: Draft, request_id: str, state: str, job: bytes = b"") -> JobRow:
         return JobRow(
             request_id=request_id,
             lane=draft.lane,
@@ -193,7 +201,7 @@ class Jobs:
             org_id=draft.org_id,
             user_id=draft.user_id,
             digest=draft.digest,
-            job=encode_job(draft.make_job(request_id)) if draft.make_job is not None else b"",
+            job=job,
             context=msgspec.json.encode(draft.context).decode(),
             state=state,
             created_at=self._clock(),
@@ -205,8 +213,29 @@ class Jobs:
             raise StoreError(f"request {draft.seq} of {draft.lane} was neither written nor found")
         return rows[0]
 
-    async def _finish(self, work: Work, result: Done | BaseException) -> None:
-        finished, state, beside = await self._meaning(work, result)
+    async def _finish(self, ended: Ended) -> None:
+        """Keep and tell results. Samples end in crowds, and one write keeps all that ended at the same time."""
+        if ended is self._samples:
+            self._samples = None
+        meanings = [(work, result, *await self._meaning(work, result)) for work, result in ended]
+        done = [(work, result) for work, result, _, state in meanings if state == "done" and isinstance(result, Done)]
+        statements = usage_statements(done, self._clock())
+        for work, result, finished, state in meanings:
+            statements += self._result_statements(work, result, finished, state)
+        if len(ended) == 1:
+            await self._write_for_sure(*statements)
+        else:
+            try:
+                await self._store.write(*statements)
+            except StoreError:  # one may find the room that all together do not
+                await asyncio.gather(*(self._finish([one]) for one in ended))
+                return
+        for work, _, finished, state in meanings:
+            self._tell(work, finished, state)
+
+    def _result_statements(
+        self, work: Work, result: Done | BaseException, finished: Finished, state: str
+    ) -> list[Statement]:
         body = finished.outcome.body
         kept = ResultRow(
             request_id=work.row.request_id,
@@ -216,12 +245,11 @@ class Jobs:
             started_at=work.started_at or work.row.created_at,
             finished_at=self._clock(),
         )
-        await self._write_for_sure(
-            statement("insert_result", kept),
-            *beside,
-            statement("set_job_state", request_id=work.row.request_id, state=state),
-            *finished.statements,
-        )
+        ended = statement("set_job_state", request_id=work.row.request_id, state=state)
+        beside = work.beside if state == "done" else ()
+        return [statement("insert_result", kept), *beside, ended, *finished.statements]
+
+    def _tell(self, work: Work, finished: Finished, state: str) -> None:
         self._count(work.row.org_id, -1)
         self._broker.settle(work.row.request_id, finished.outcome)
         if finished.after is not None:
@@ -229,22 +257,21 @@ class Jobs:
         if self._on_end is not None:
             self._on_end(work, state)
 
-    async def _meaning(self, work: Work, result: Done | BaseException) -> tuple[Finished, str, list[Statement]]:
+    async def _meaning(self, work: Work, result: Done | BaseException) -> tuple[Finished, str]:
         if isinstance(result, Done):
             try:
-                usage = job_usage(work, result, self._clock())
-                return await self._finishers[work.row.kind](work, result), "done", [usage, *work.beside]
+                return await self._finishers[work.row.kind](work, result), "done"
             except Exception as error:
                 logger.exception("a finished job cannot be told", extra={"event": "finish", "job_id": work.job.job_id})
                 result = error
         if isinstance(result, JobCancelledError):
-            return Finished(error_outcome("cancelled", "user")), "cancelled", []
+            return Finished(error_outcome("cancelled", "user")), "cancelled"
         if isinstance(result, JobFailedError):
             text = str(result) if self._explain is None else await self._explain(work, result)
-            return Finished(error_outcome(text, result.category)), "failed", []
+            return Finished(error_outcome(text, result.category)), "failed"
         logger.error("job %s (%s) failed: %r", work.job.job_id, work.row.kind, result)
         text = f"the server failed on this request: {type(result).__name__}: {result}"
-        return Finished(error_outcome(text, "server")), "failed", []
+        return Finished(error_outcome(text, "server")), "failed"
 
     async def _write_for_sure(self, *statements: Statement) -> None:
         """Write a result however long it takes: it was computed and must not be lost while the disk is full."""
@@ -293,9 +320,3 @@ def _promise(row: JobRow, feed: tuple[str, int] | None) -> Promise:
         created_at=row.created_at,
         feed=feed,
     )
-
-
-def _seen(future: asyncio.Future[JobRow]) -> None:
-    """Marks an exception as looked at: often nobody else waits for it."""
-    if not future.cancelled():
-        future.exception()

@@ -1,8 +1,8 @@
-"""Ends of things: sessions that finish or fall silent, checkpoints past their time, results nobody can ask for.
+"""Ends of things: sessions that finish or fall silent, results nobody can ask for, and when checkpoints are looked at.
 
 The sweeper is one task with one round every few seconds. Deleting is done after the row is gone, so a crash leaves at
 most a directory that nothing refers to.
-Does not know: HTTP.
+Does not know: HTTP, which checkpoints go (`retention`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 
 from tinsmith.errors import StoreError
 from tinsmith.server.curves import catch_up
 from tinsmith.server.files import remove_tree
+from tinsmith.server.retention import Retention
 from tinsmith.server.services import Services
 from tinsmith.server.uploads import forget_stale
 from tinsmith.server.usage import storage_usage
 from tinsmith.store.base import Row, Statement, statement
-from tinsmith.store.rows import CheckpointRow, ModelRow, SamplerRow, SessionRow
+from tinsmith.store.rows import ModelRow, SamplerRow, SessionRow
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class Sweeper:
         self._services = services
         self._task: asyncio.Task[None] | None = None
         self._storage_at = services.clock()
+        self._retention = Retention(services)
 
     async def __aenter__(self) -> Sweeper:
         self._task = asyncio.get_running_loop().create_task(self._rounds())
@@ -89,7 +90,7 @@ class Sweeper:
         services = self._services
         await self.flush()
         await self._expire_sessions()
-        await self._expire_checkpoints()
+        await self._retention.round()
         await self._prune()
         await self._hourly()
         services.metrics.pending.set(services.broker.count())
@@ -128,12 +129,6 @@ class Sweeper:
                 if rows and rows[0].status == "active":
                     silent = f"no heartbeat for {services.config.session_timeout_s:g} s"
                     await end_session(services, rows[0], "expired", detail=silent)
-
-    async def _expire_checkpoints(self) -> None:
-        services = self._services
-        rows = await services.store.read(CheckpointRow, "checkpoints_expired", before=services.clock(), limit=BATCH)
-        for row in rows:
-            await delete_checkpoint(services, row)
 
     async def _prune(self) -> None:
         services = self._services
@@ -210,12 +205,6 @@ class OwnedStorageRow(Row, frozen=True, kw_only=True):
     user_id: str
     project_id: str | None = None
     size_bytes: int
-
-
-async def delete_checkpoint(services: Services, row: CheckpointRow, *statements: Statement) -> None:
-    """The row first, with what is written beside, then the files: a crash between leaves no row without files."""
-    await services.store.write(statement("delete_checkpoint", path=row.path), *statements)
-    await asyncio.to_thread(remove_tree, Path(row.directory))
 
 
 def _groups(statements: Sequence[Statement]) -> list[Sequence[Statement]]:

@@ -86,6 +86,8 @@ def _check_stop(params: SamplingParams, card: ModelCard) -> None:
 def _check_extras(request: SampleRequest, card: ModelCard, length: int) -> None:
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         value = getattr(request, name)
+        if not value:
+            continue
         if value > min(MAX_TOPK, card.vocab_size):
             _refuse(name, f"{value} is more than {min(MAX_TOPK, card.vocab_size)}")
         if value * length > MAX_PROMPT_CELLS:

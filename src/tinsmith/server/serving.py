@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import gc
 import logging
 import os
 import signal
@@ -22,7 +24,7 @@ import uvicorn
 from tinsmith.config import ServerConfig
 from tinsmith.errors import TinkerError
 from tinsmith.server.app import drain, make_app, make_backend, make_services, make_store, prepare_keys
-from tinsmith.server.joining import JoiningHttpProtocol
+from tinsmith.server.exchange import ExchangeProtocol
 from tinsmith.server.services import Services
 from tinsmith.server.sole_user import sole_user
 from tinsmith.store.base import Store
@@ -33,12 +35,35 @@ CLOSE_S = 2.0
 """How long open connections may take to finish their answers when the server stops."""
 
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""Names of glibc's malloc.h."""
+KEPT_BYTES = 64 * 1024 * 1024
+LARGEST_KEPT_BYTES = 32 * 1024 * 1024
+"""Free memory that is not given back, and the largest piece of it; more than the second glibc does not allow."""
+
+
+GARBAGE = 20_000
+"""New objects until the young ones are looked at: what a request makes is mostly gone by itself when it ends."""
+
+
 def serve(config: ServerConfig, say: Callable[[str], None] = print) -> int:
     """Run until a signal comes; returns the exit code."""
     configure_logging(config.log_format)
+    keep_memory()
     store = make_store(config)
     with sole_user(config.data_dir), asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(config, store, say))
+
+
+def keep_memory() -> bool:
+    """Do not give back the memory of a large body only to ask for it again: each time costs as much as reading one.
+
+    Returns whether the C library can be told so.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is None:
+        return False
+    return bool(mallopt(M_TRIM_THRESHOLD, KEPT_BYTES) and mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -76,7 +101,7 @@ async def _run(
     server = _Server(
         uvicorn.Config(
             make_app(services),
-            http=JoiningHttpProtocol,
+            http=ExchangeProtocol,
             log_config=None,
             access_log=False,
             server_header=False,
@@ -90,6 +115,9 @@ async def _run(
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
     if server.started:
+        gc.collect()
+        gc.freeze()  # modules and routes stay, and need not be looked at again and again
+        gc.set_threshold(GARBAGE)
         _announce(config, listener, key, say)
     watching = asyncio.create_task(_watch_idle(services, server))
     await serving

@@ -13,7 +13,7 @@ HEAD_S = 15.0
 """From the first byte of a request to the end of its head; a new connection has as long to begin."""
 MAX_HEAD_BYTES = 64 * 1024
 
-GATHER_BYTES = 512 * 1024
+GATHER_BYTES = 8 * 1024 * 1024
 GATHER_S = 0.02
 """A large body is handed on in pieces of this size, or after this time."""
 
@@ -27,6 +27,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
     max_head_bytes = MAX_HEAD_BYTES
     _timer: asyncio.TimerHandle | None = None
     _is_in_head = True
+    _has_begun = False
+    """Whether a part of a head is there, and not all of it."""
     _head_bytes = 0
     _tail = b""
     _gathering: asyncio.TimerHandle | None = None
@@ -50,6 +52,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
             )
             return
         super().data_received(data)
+        if self._has_begun and self._timer is None:
+            self._start_timer()
         if self._gathering is None and self.cycle is not None and self.cycle.more_body and self.cycle.body:
             self._gathering = self.loop.call_later(GATHER_S, self._pass_on)
 
@@ -68,12 +72,12 @@ class TimedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._timer is None:
-            self._start_timer()
+        self._has_begun = True
 
     def on_headers_complete(self) -> None:
         self._stop_timer()
-        self._is_in_head, self._head_bytes, self._tail = False, 0, b""
+        self._has_begun = self._is_in_head = False
+        self._head_bytes, self._tail = 0, b""
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -85,6 +89,10 @@ class TimedHttpProtocol(HttpToolsProtocol):
 
     def _is_too_large(self, data: bytes) -> bool:
         """Counts what belongs to the head; the last piece may carry the beginning of a body."""
+        if self._head_bytes + len(data) <= self.max_head_bytes:  # so little, whatever it is
+            self._head_bytes += len(data)
+            self._tail = data[-len(_END) + 1 :]
+            return False
         seen = self._tail + data
         end = seen.find(_END)
         self._head_bytes += len(data) if end < 0 else max(0, end - len(self._tail))

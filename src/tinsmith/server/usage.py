@@ -1,6 +1,10 @@
-"""What work costs, as rows that add up by the hour: one statement for each finished job."""
+"""What work costs, as rows that add up by the hour: one statement for what ended together and belongs together."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
 
 from tinsmith.engine.base import Done, SaveState
 from tinsmith.server.work import Work
@@ -10,9 +14,33 @@ from tinsmith.store.rows import UsageRow
 HOUR_S = 3600
 
 
-def job_usage(work: Work, done: Done, now: float) -> Statement:
+COUNTED = ("training", "prefill", "prefill_cached", "sampled", "checkpoints", "device_us", "jobs")
+"""Columns that add up over jobs."""
+
+
+def usage_statements(ended: Iterable[tuple[Work, Done]], now: float) -> list[Statement]:
+    """The usage of jobs whose results are written together, in as few rows as it needs.
+
+    A row counts while its first job is still queued. All are written in one piece, and a job's state after its usage:
+    what was written before, by a write that seemed to fail, is not counted again.
+    """
+    sums: dict[tuple[object, ...], tuple[str, UsageRow]] = {}
+    for work, done in ended:
+        row = job_usage(work, done, now)
+        key = (row.org_id, row.user_id, row.project_id, row.session_id, row.base_model, row.run_id)
+        first, known = sums.get(key, (work.row.request_id, None))
+        sums[key] = (first, row if known is None else _sum(known, row))
+    return [statement("add_job_usage", row, request_id=first) for first, row in sums.values()]
+
+
+def _sum(one: UsageRow, other: UsageRow) -> UsageRow:
+    totals = {name: getattr(one, name) + getattr(other, name) for name in COUNTED}
+    return msgspec.structs.replace(one, **totals)
+
+
+def job_usage(work: Work, done: Done, now: float) -> UsageRow:
     """The tokens and device time of a finished job, and the checkpoint if it made one."""
-    row = UsageRow(
+    return UsageRow(
         hour=hour_of(now),
         org_id=work.row.org_id,
         user_id=work.row.user_id,
@@ -28,7 +56,6 @@ def job_usage(work: Work, done: Done, now: float) -> Statement:
         device_us=round(done.device_s * 1e6),
         jobs=1,
     )
-    return statement("add_job_usage", row, request_id=work.row.request_id)
 
 
 def run_of(work: Work) -> str:

@@ -23,7 +23,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A row of a table; field names are column names. Parameters of a statement are the fields of a row."""
 
     def parameters(self) -> dict[str, Value]:
-        return {name: getattr(self, name) for name in self.__struct_fields__}
+        return msgspec.structs.asdict(self)
 
 
 class Statement(msgspec.Struct, frozen=True):
@@ -35,7 +35,7 @@ class Statement(msgspec.Struct, frozen=True):
 
 def statement(name: str, row: Row | None = None, /, **parameters: Value) -> Statement:
     """A statement with the fields of a row, further parameters, or both."""
-    return Statement(name, {**(row.parameters() if row is not None else {}), **parameters})
+    return Statement(name, parameters if row is None else {**row.parameters(), **parameters})
 
 
 class Store(Protocol):

@@ -38,11 +38,21 @@ class Query(msgspec.Struct, frozen=True):
 
     def bind(self, parameters: Mapping[str, Value]) -> Bound:
         """The values in order. Parameters that the statement does not have are left out: rows have more fields."""
+        values: list[Value] = []
         try:
-            return tuple([_fit(parameters[name], name) for name in self.names])
+            for name in self.names:
+                value = parameters[name]
+                kind = type(value)
+                if kind is str:
+                    if not value.isascii() or "\0" in value:  # type: ignore[union-attr, operator]
+                        _check_text(value, name)  # type: ignore[arg-type]
+                elif kind is not bytes and value is not None:
+                    value = _fit(value, name)
+                values.append(value)
         except KeyError as error:
             needed = ", ".join(dict.fromkeys(self.names))
             raise StoreError(f"statement {self.name}: parameter {error} was not given; it needs {needed}") from None
+        return tuple(values)
 
 
 def parse(text: str) -> dict[str, str]:

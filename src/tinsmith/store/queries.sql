@@ -266,9 +266,12 @@ SELECT COUNT(*) AS count FROM jobs WHERE lane = :lane AND state = 'queued';
 -- name: count_jobs_queued
 SELECT COUNT(*) AS count FROM jobs WHERE state = 'queued';
 
--- Queued is the only state that can be left, so a second outcome of a job touches no row.
+-- Queued is the only state that can be left, so a second outcome of a job touches no row. The two spaces behind the JSON
+-- make up for the shorter word: SQLite overwrites a row of the same length in place, and would else write all of a large
+-- payload again.
 -- name: set_job_state
-UPDATE jobs SET state = :state WHERE request_id = :request_id AND state = 'queued';
+UPDATE jobs SET state = :state, context = CASE :state WHEN 'done' THEN context || ' ' || ' ' ELSE context END
+WHERE request_id = :request_id AND state = 'queued';
 
 -- Drops the payloads that a snapshot contains. Numbers, digests and results stay, so that repeated requests are known.
 -- name: prune_journal
@@ -403,6 +406,19 @@ DELETE FROM checkpoints WHERE path = :path;
 
 -- name: checkpoints_expired
 SELECT * FROM checkpoints WHERE expires_at < :before ORDER BY expires_at, path LIMIT :limit;
+
+-- Training checkpoints that may go, oldest first: unpublished, without an end of their own, never the newest of a run;
+-- beyond the newest :keep, or made before a time.
+-- name: checkpoints_beyond
+SELECT * FROM (
+    SELECT *, ROW_NUMBER() OVER (PARTITION BY model_id ORDER BY created_at DESC, path DESC) AS place
+    FROM checkpoints WHERE kind = 'weights' AND expires_at IS NULL) AS ranked
+WHERE place > 1 AND public = 0 AND (place > :keep OR created_at < :before) ORDER BY created_at, path LIMIT :limit;
+
+-- Touches no row where the checkpoint was saved again, published, or given another end (-1: none) since it was read.
+-- name: delete_checkpoint_as_it_was
+DELETE FROM checkpoints WHERE path = :path AND directory = :directory AND public = :public
+AND COALESCE(expires_at, -1) = :ends_at;
 
 -- name: checkpoint_bytes
 SELECT CAST(COALESCE(SUM(size_bytes), 0) AS BIGINT) AS size_bytes FROM checkpoints;

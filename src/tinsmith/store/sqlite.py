@@ -27,8 +27,8 @@ OLDEST_SQLITE = (3, 37, 0)
 
 PAGE_BYTES = 16384
 """Of a new file. A payload of 4 MB is written in two thirds of the time that SQLite's default of 4096 takes."""
-CHECKPOINT_PAGES = 1000
-"""Pages in the log before they are moved to the file: 16 MB."""
+CHECKPOINT_PAGES = 4000
+"""Pages in the log, 64 MB, before a commit itself moves them to the file; the writer does so earlier (`threads`)."""
 
 MEMORY = ":memory:"
 
@@ -94,11 +94,13 @@ class SqliteStore:
     async def write(self, *statements: Statement) -> int:
         if not statements:
             return 0
-        queries = [find(_QUERIES, statement.name) for statement in statements]
-        bound = [
-            (query.sql, query.bind(statement.parameters)) for query, statement in zip(queries, statements, strict=True)
-        ]
-        size_bytes = sum(len(value) for _, values in bound for value in values if isinstance(value, bytes))
+        bound = []
+        size_bytes = 0
+        for statement in statements:
+            query = find(_QUERIES, statement.name)
+            values = query.bind(statement.parameters)
+            bound.append((query.sql, values))
+            size_bytes += sum([len(value) for value in values if type(value) is bytes])
         task = Task(bound, None, self._future(), size_bytes)
         self._open_writer().put(task)
         count: int = await task.future

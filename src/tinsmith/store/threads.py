@@ -29,6 +29,11 @@ MAX_GROUP = 1000
 MAX_GROUP_BYTES = 32 * 2**20
 """Bytes of payload in one commit, so that a small write does not wait long behind large ones."""
 
+CHECKPOINT_BYTES = 16 * 2**20
+"""Bytes in the log before they are moved to the file, which is done when nobody waits for the commit any more."""
+COMMIT_BYTES = 128 * 1024
+"""What a commit of small rows writes, about."""
+
 MAX_INLINE_BYTES = 256 * 1024
 """Bytes of payload that are written on the loop; copying more would make others wait."""
 
@@ -167,16 +172,21 @@ class Writer:
         self._groups: SimpleQueue[tuple[list[Task], list[Outcome] | None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run_groups, name="tinsmith-store-writer", daemon=True)
         self._is_failing = False
+        self._log_bytes = 0
+        """About what was written to the log since it was moved into the file."""
 
     def start(self) -> None:
         self._thread.start()
 
     def put(self, task: Task) -> None:
-        """Queue a task. Called on the loop."""
+        """Queue a task. Called on the loop. A small one waits for others of the same turn, a large one begins."""
         self._waiting.append(task)
         if not self._is_at_work:
             self._is_at_work = True
-            self._outbox.loop.call_soon(self._next)
+            if task.size_bytes > MAX_INLINE_BYTES:
+                self._next()
+            else:
+                self._outbox.loop.call_soon(self._next)
 
     async def close(self) -> None:
         """Finish what was put, then close the connection."""
@@ -221,8 +231,22 @@ class Writer:
             writes = [task for task in group if not task.is_read]
             outcomes = self._commit(writes, begun) if writes else []
             outcomes += [read(task, self._connection, self._explain) for task in group if task.is_read]
-            self._outbox.put(outcomes, self._next)
+            self._log_bytes += sum(task.size_bytes for task in writes) + COMMIT_BYTES
+            if self._log_bytes < CHECKPOINT_BYTES:
+                self._outbox.put(outcomes, self._next)
+            else:
+                self._outbox.put(outcomes)  # they need not wait for what comes now
+                self._checkpoint()
+                self._outbox.put([], self._next)
         self._connection.close()
+
+    def _checkpoint(self) -> None:
+        """Move the log into the file. What is committed is safe in either."""
+        self._log_bytes = 0
+        try:
+            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        except sqlite3.Error as error:
+            logger.warning("the log was not moved into the database: %s", error, extra={"event": "store_checkpoint"})
 
     def _commit(
         self, group: Sequence[Task], begun: list[Outcome] | None = None, *, is_careful: bool = False

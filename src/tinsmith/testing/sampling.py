@@ -11,6 +11,7 @@ Does not know: jobs, files. Shapes: T prompt tokens, M sampled tokens, K entries
 from __future__ import annotations
 
 import hashlib
+import struct
 
 import numpy as np
 
@@ -39,9 +40,8 @@ def run(weights_D: Array, request: SampleRequest, seed: int, card: ModelCard) ->
     """The answer to a request, and the number of prompt tokens."""
     params = request.sampling_params
     prompt = text_tokens(request.prompt, card, "prompt")
-    prompt_T = np.array(prompt, np.int32)
     length = _length(params, len(prompt), card)
-    key = weights_D.tobytes() + prompt_T.tobytes()
+    key = weights_D.tobytes() + struct.pack(f"<{len(prompt)}i", *prompt)
     sequences = []
     for index in range(request.num_samples):
         stream = b"greedy" if params.temperature == 0 else b"%d %d" % (seed, index)
@@ -51,7 +51,7 @@ def run(weights_D: Array, request: SampleRequest, seed: int, card: ModelCard) ->
         logprobs_M = arithmetic.logprobs(weights_D, contexts_M, tokens_M)
         topk = _topk(weights_D, contexts_M, request.topk_sample_logprobs, card)
         sequences.append(SampledSequence(reason, "", tokens_M, logprobs_M, topk))
-    return _response(weights_D, prompt_T, sequences, request, key, card), len(prompt)
+    return _response(weights_D, prompt, sequences, request, key, card), len(prompt)
 
 
 def _length(params: SamplingParams, prompt_length: int, card: ModelCard) -> int:
@@ -89,7 +89,7 @@ def _end(tokens: list[int], stop: str | list[str | int] | None) -> int | None:
 
 def _response(
     weights_D: Array,
-    prompt_T: Array,
+    prompt: list[int],
     sequences: list[SampledSequence],
     request: SampleRequest,
     key: bytes,
@@ -99,6 +99,7 @@ def _response(
     asked = request.prompt_logprobs or request.topk_prompt_logprobs or request.prompt_alt_tokens_k
     if not asked and request.target_prompt_logprobs is None:
         return SampleResponse(sequences)
+    prompt_T = np.array(prompt, np.int32)
     before = arithmetic.contexts(prompt_T[:-1])  # row i: what prompt token i + 1 is scored behind; the first has none
     logprobs_T, topk, targets, alternatives = None, None, None, None
     skipped = max(0, before.size - (request.prompt_logprobs_last_n or before.size))

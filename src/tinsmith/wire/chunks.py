@@ -279,6 +279,8 @@ def chunk_from_builtins(value: Any) -> ModelInputChunk:
     if not isinstance(value, Mapping):
         raise InvalidInputError(f"expected a chunk object, got {type(value).__name__}")
     kind = value.get("type")
+    if kind == "encoded_text" and value.get("tokens") is not None:  # nearly all of them are
+        return EncodedTextChunk(tokens=value["tokens"])
     if kind is None:
         kind = _inferred_type(value)
     if not isinstance(kind, str) or kind not in _CHUNK_TYPES:

@@ -22,6 +22,8 @@ from tinsmith.wire.tensors import TensorData, TensorDtype, sparse_if_smaller, te
 
 LossFnInputs: TypeAlias = dict[str, TensorData]
 
+_CHUNKS = get_args(ModelInputChunk)
+
 LIST_DTYPES: Mapping[str, TensorDtype] = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -217,7 +219,7 @@ class Datum(Frozen):
 
 
 def _chunk(chunk: Any, index: int) -> ModelInputChunk:
-    if isinstance(chunk, get_args(ModelInputChunk)):
+    if isinstance(chunk, _CHUNKS):
         return chunk  # type: ignore[no-any-return]
     try:
         return chunk_from_builtins(chunk)

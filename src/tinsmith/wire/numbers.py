@@ -25,6 +25,7 @@ MAX_TOKEN_ID = 2**31 - 1
 """Token ids travel as int32."""
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
+_TOKEN_IDS = list[TokenId]
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _INT64: np.dtype[Any] = np.dtype("<i8")
@@ -73,7 +74,7 @@ def token_ids(values: Any, where: str) -> list[int] | Array:
     """Token ids, checked: a list is copied, a numpy array kept as it is."""
     if isinstance(values, (list, tuple)):
         try:
-            return msgspec.convert(values, list[TokenId])
+            return msgspec.convert(values, _TOKEN_IDS)
         except _NOT_NUMBERS:
             pass
     array = int_array(values, where)

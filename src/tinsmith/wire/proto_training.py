@@ -27,6 +27,7 @@ from tinsmith.wire.inputs import (
 from tinsmith.wire.message import NOT_GIVEN
 from tinsmith.wire.numbers import Array
 from tinsmith.wire.protobuf import (
+    BYTES,
     MAX_ITEMS,
     Field,
     Message,
@@ -36,6 +37,7 @@ from tinsmith.wire.protobuf import (
     as_int,
     as_text,
     check_count,
+    first_blob,
     read_entry,
     read_fields,
     read_tensor,
@@ -232,6 +234,12 @@ def _read_datum(data: memoryview, where: str) -> Datum:
 
 
 def _read_chunk(data: memoryview, where: str) -> ModelInputChunk:
+    start, end = first_blob(data)
+    if start and end == len(data):  # text, and nothing else
+        text = data[start:end]
+        start, end = first_blob(text)
+        if start and end == len(text):
+            return _read_text([(1, BYTES, text[start:end])], where)
     chunk: ModelInputChunk | None = None
     for number, kind, value in read_fields(data, where):
         if number not in (1, 2, 3):
@@ -251,7 +259,10 @@ def _read_text(fields: list[Field], where: str) -> EncodedTextChunk:
     for number, kind, value in fields:
         if number == 1:
             tokens = as_array(value, kind, f"{where}.tokens", _INT32)
-    return EncodedTextChunk(tokens=tokens)
+    try:
+        return EncodedTextChunk(tokens=tokens)
+    except InvalidInputError as error:
+        raise WireError(f"{where}: {error}", field=where) from None
 
 
 def _read_image(fields: list[Field], where: str) -> ImageChunk:

@@ -130,13 +130,21 @@ def read_fields(data: memoryview, where: str) -> Iterator[Field]:
     """The fields of a message in order: number, wire type, and an integer or the bytes."""
     position, end = 0, len(data)
     while position < end:
-        key, position = read_varint(data, position, where)
+        key = data[position]
+        if key < 0x80:
+            position += 1
+        else:
+            key, position = read_varint(data, position, where)
         number, kind = key >> 3, key & 7
         if number == 0 or number >= 1 << 29:
             raise WireError(f"{where}: field number {number} is not allowed", field=where)
         value: Value
         if kind == BYTES:
-            length, position = read_varint(data, position, where)
+            if position < end and data[position] < 0x80:
+                length = data[position]
+                position += 1
+            else:
+                length, position = read_varint(data, position, where)
             if length > end - position:
                 raise WireError(f"{where}: a field claims {length} bytes where {end - position} are left", field=where)
             value = data[position : position + length]
@@ -266,8 +274,44 @@ def tensor_message(tensor: TensorData) -> Message:
     return message
 
 
+def first_blob(data: memoryview) -> tuple[int, int]:
+    """Where the bytes of field 1 begin and end, if a message begins with them; else (0, 0)."""
+    if len(data) < 2 or data[0] != 1 << 3 | BYTES:
+        return 0, 0
+    try:
+        length, start = read_varint(data, 1, "")
+    except WireError:
+        return 0, 0
+    return (start, start + length) if start + length <= len(data) else (0, 0)
+
+
+def _plain_tensor(data: memoryview) -> TensorData | None:
+    """A dense tensor of one dimension as encoders write it, which nearly all are; None: to be read field by field."""
+    start, end = first_blob(data)
+    tail = bytes(data[end : end + 16]) if start else b""
+    if len(tail) < 2 or tail[1] not in (FLOAT32, INT64):
+        return None
+    dtype, stored = _DTYPES[tail[1]]
+    count, rest = divmod(end - start, stored.itemsize)
+    if rest or tail != _plain_tail(tail[1], count):
+        return None
+    return TensorData.of_array(np.frombuffer(data[start:end], stored), dtype, [count])
+
+
+@lru_cache(maxsize=4096)
+def _plain_tail(dtype_number: int, count: int) -> bytes:
+    """What stands behind the values of such a tensor: its dtype and its shape."""
+    message = Message()
+    message.number(3, dtype_number)
+    message.packed(4, [count])
+    return message.encode()
+
+
 def read_tensor(data: memoryview, where: str) -> TensorData:
     """A tensor whose values are a view of `data`. No shape means one dimension."""
+    plain = _plain_tensor(data)
+    if plain is not None:
+        return plain
     dense, csr, dtype_number, shape = memoryview(b""), None, 0, []
     for number, kind, value in read_fields(data, where):
         if number == 1:
@@ -283,6 +327,8 @@ def read_tensor(data: memoryview, where: str) -> TensorData:
         if csr is not None:
             return _read_csr(csr, dtype_number, shape, where)
         dtype, array = widen(dense, dtype_number, where)
+        if shape == [array.size]:
+            return TensorData.of_array(array, dtype, shape)
         return TensorData(array, dtype, shape or None)
     except InvalidInputError as error:
         raise WireError(f"{where}: {error}", field=where) from None

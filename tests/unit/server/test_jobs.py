@@ -11,12 +11,12 @@ import pytest
 from support.in_process import BreakableStore, Clock, run, settled
 
 from tinsmith.engine.base import Done, JobCancelledError, JobFailedError, OptimStep, Usage
-from tinsmith.errors import InvalidInputError, StoreError
+from tinsmith.errors import InvalidInputError, StorageFullError, StoreError
 from tinsmith.server import jobs as jobs_module
 from tinsmith.server.jobs import Jobs
 from tinsmith.server.promises import Broker, Outcome
 from tinsmith.server.work import Draft, Finished, Work
-from tinsmith.store.base import statement
+from tinsmith.store.base import Statement, statement
 from tinsmith.store.rows import JobRow, OrgRow, ResultRow, UsageRow
 
 
@@ -32,7 +32,7 @@ class Bench:
         self.jobs = Jobs(
             store,
             self.broker,
-            {"optim_step": self._finisher},
+            {"optim_step": self._finisher, "sample": self._finisher},
             clock=Clock(100.0),
             on_end=lambda work, _: self.ended.append(work),
         )
@@ -190,6 +190,75 @@ def test_a_result_is_kept_before_it_is_told() -> None:
         [usage] = await made.store.read(UsageRow, "usage_by_run", org_id="o", since_hour=0, until_hour=10)
         assert (usage.training, usage.device_us, usage.jobs) == (7, 250_000, 1)
         assert (usage.base_model, usage.run_id, usage.hour) == ("b", "m", 0)
+
+    bench(scenario)
+
+
+async def three_samples(made: Bench) -> list[str]:
+    """Three that are queued, and end at the same time: two well, one not."""
+    ids = [await made.accept(draft(seq, kind="sample", context={"project_id": "p"})) for seq in (1, 2, 3)]
+    for work, result in zip(
+        made.queued,
+        (
+            Done(body=b"1", usage=Usage(prefill=5, sampled=2)),
+            JobFailedError("no", "user"),
+            Done(body=b"3", usage=Usage(prefill=7)),
+        ),
+        strict=True,
+    ):
+        made.jobs.finish(work, result)
+    return ids
+
+
+async def check_three(made: Bench, ids: list[str]) -> None:
+    kept = [(await made.store.read(ResultRow, "result", request_id=request_id))[0] for request_id in ids]
+    assert [row.body for row in kept] == [b"1", b'{"error":"no","category":"user"}', b"3"]
+    assert [(await made.row(request_id)).state for request_id in ids] == ["done", "failed", "done"]
+    assert [made.broker.recent(request_id) is not None for request_id in ids] == [True] * 3
+    assert made.ended == made.queued
+    assert made.jobs.queued_by_org == {"o": 0}
+    usage = await made.store.read(UsageRow, "usage_of_org", org_id="o", since_hour=0, until_hour=10)
+    assert sorted((row.kind, row.amount, row.project_id) for row in usage) == [
+        ("prefill", 12, "p"),
+        ("sampled", 2, "p"),
+    ]
+
+
+def test_samples_that_end_together_are_kept_by_one_write() -> None:
+    async def scenario(made: Bench) -> None:
+        ids = await three_samples(made)
+        before = made.store.commits
+        await made.jobs.drain()
+        assert made.store.commits == before + 1
+        await check_three(made, ids)
+
+    bench(scenario)
+
+
+def test_where_they_cannot_be_kept_together_each_is_kept_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(made: Bench) -> None:
+        write = made.store.write
+
+        async def not_so_much(*statements: Statement) -> int:
+            if sum(one.name == "insert_result" for one in statements) > 1:
+                raise StorageFullError("no room for all of them")
+            return await write(*statements)
+
+        monkeypatch.setattr(made.store, "write", not_so_much)
+        ids = await three_samples(made)
+        await made.jobs.drain()
+        await check_three(made, ids)
+
+    bench(scenario)
+
+
+def test_samples_beyond_one_write_go_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "MAX_TOGETHER", 2)
+
+    async def scenario(made: Bench) -> None:
+        ids = await three_samples(made)
+        await made.jobs.drain()
+        await check_three(made, ids)
 
     bench(scenario)
 

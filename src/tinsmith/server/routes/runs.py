@@ -14,7 +14,7 @@ import msgspec
 from tinsmith.engine.base import LoraSpec
 from tinsmith.server.calls import NOTHING, Answer, Call, Handlers, reply
 from tinsmith.server.files import replacing
-from tinsmith.server.lifetimes import delete_checkpoint as delete_files
+from tinsmith.server.retention import delete_checkpoint as delete_files
 from tinsmith.server.routes.sessions import texts
 from tinsmith.server.routes.weights import audit, check_ttl
 from tinsmith.server.services import Services

@@ -7,6 +7,8 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from tinsmith.engine.base import OnTokens, Sample
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.calls import Answer, Call, Handlers, reply
@@ -23,7 +25,6 @@ from tinsmith.store.base import statement
 from tinsmith.store.rows import SamplerRow
 from tinsmith.wire import json_codec
 from tinsmith.wire import sampling as wire
-from tinsmith.wire.futures import UntypedAPIFuture
 
 
 async def create_sampling_session(services: Services, call: Call) -> Answer:
@@ -120,7 +121,14 @@ async def submit_body(services: Services, caller: Caller, body: bytes) -> Answer
     request = json_codec.decode(body, wire.SampleRequest)
     request_id = await submit_sample(services, caller, body, request)
     ids = [f"{request_id}:{index}" for index in range(request.num_samples)]
-    return reply(UntypedAPIFuture(request_id=request_id, sample_sequence_ids=ids))
+    return Answer(msgspec.json.encode(_Promised(request_id, ids)))
+
+
+class _Promised(msgspec.Struct, frozen=True):
+    """UntypedAPIFuture as it is written, without the checks of a message: both values are our own."""
+
+    request_id: str
+    sample_sequence_ids: list[str]
 
 
 async def submit_sample(

@@ -16,6 +16,7 @@ from tinsmith.errors import InvalidInputError, StoreError
 from tinsmith.server.calls import Answer, Call, Handlers, reply
 from tinsmith.server.encryption import check_recipients
 from tinsmith.server.files import check_name, link_tree, remove_tree
+from tinsmith.server.retention import make_room
 from tinsmith.server.routes.sampling import number_taken
 from tinsmith.server.routes.sessions import MAX_METADATA_BYTES, project_statement
 from tinsmith.server.routes.training import ADAMW, card_of, create
@@ -162,12 +163,10 @@ async def _prepare_sampler(services: Services, run: Run, number: int) -> Prepare
 
 
 async def check_disk_cap(services: Services) -> None:
-    """Refuse another checkpoint where they take all that is allowed."""
+    """Refuse another checkpoint where they take all that is allowed, and room may not be made."""
     cap = services.config.disk_cap_bytes
-    if cap is None:
-        return
-    used = await services.checkpoint_bytes()
-    if used >= cap:
+    used = await make_room(services)
+    if cap is not None and used >= cap:
         raise InvalidInputError(
             f"checkpoints take {used // 2**20} MB, which is all this server allows ({cap // 2**20} MB); "
             "delete some or give them a ttl",
