@@ -219,9 +219,12 @@ class Jobs:
             self._samples = None
         meanings = [(work, result, *await self._meaning(work, result)) for work, result in ended]
         done = [(work, result) for work, result, _, state in meanings if state == "done" and isinstance(result, Done)]
-        statements = usage_statements(done, self._clock())
-        for work, result, finished, state in meanings:
-            statements += self._result_statements(work, result, finished, state)
+        statements = [self._kept(work, result, finished.outcome) for work, result, finished, _ in meanings]
+        statements += usage_statements(done, self._clock())
+        for work, _, finished, state in meanings:
+            statements += work.beside if state == "done" else ()
+            statements.append(statement("set_job_state", request_id=work.row.request_id, state=state))
+            statements += finished.statements
         if len(ended) == 1:
             await self._write_for_sure(*statements)
         else:
@@ -233,21 +236,16 @@ class Jobs:
         for work, _, finished, state in meanings:
             self._tell(work, finished, state)
 
-    def _result_statements(
-        self, work: Work, result: Done | BaseException, finished: Finished, state: str
-    ) -> list[Statement]:
-        body = finished.outcome.body
-        kept = ResultRow(
+    def _kept(self, work: Work, result: Done | BaseException, outcome: Outcome) -> Statement:
+        row = ResultRow(
             request_id=work.row.request_id,
-            body=body,
-            encoding=finished.outcome.encoding,
-            digest=digest_of(result.body) if isinstance(result, Done) else digest_of(body),
+            body=outcome.body,
+            encoding=outcome.encoding,
+            digest=digest_of(result.body) if isinstance(result, Done) else digest_of(outcome.body),
             started_at=work.started_at or work.row.created_at,
             finished_at=self._clock(),
         )
-        ended = statement("set_job_state", request_id=work.row.request_id, state=state)
-        beside = work.beside if state == "done" else ()
-        return [statement("insert_result", kept), *beside, ended, *finished.statements]
+        return statement("insert_result", row)
 
     def _tell(self, work: Work, finished: Finished, state: str) -> None:
         self._count(work.row.org_id, -1)
