@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from support.fault_proxy import Clean, Duplicate, FaultProxy, Overtaken
+from support.fault_proxy import Clean, DropAfter, Duplicate, FaultProxy, Overtaken, Reset
 from support.tinker_server import TinkerServer
 
 from tinsmith import AdamParams, ModelInput, SamplingParams, ServiceClient
@@ -86,3 +86,22 @@ def test_awaited_operations_get_their_own_results_too(
 
         assert [one.sequences[0].tokens for one in asyncio.run(run())] == [[i, i + 1] for i in range(30)]
         client.close()
+
+
+def test_large_bodies_arrive_whole_after_cuts_in_the_middle(
+    connect: Any, server: TinkerServer, datum: Any, loss_of: Any
+) -> None:
+    """Each is sent again from the memory that it lies in, which the next ones use after it."""
+    large = [datum(*(i * 7 + j % 600 for j in range(20_000))) for i in range(8)]  # 320 kB each
+    assert len({round(loss_of(one), 6) for one in large}) == len(large)
+    cuts = [Clean(), DropAfter(200_000, "to_server"), DropAfter(300_000, "to_server"), Reset(20), DropAfter(30)]
+    with FaultProxy(server.url, cuts * 4) as proxy:
+        client = connect(proxy.url, api_key=server.key)
+        trainer = client.create_lora_training_client("stub/model", rank=4)
+        passes = [trainer.forward_backward([one], LOSS) for one in large]
+        losses = [future.result(15).metrics["loss:sum"] for future in passes]
+        assert losses == pytest.approx([loss_of(one) for one in large])
+        assert [number for _, number, _ in server.executed] == list(range(1, len(large) + 1))
+        assert proxy.connections > len(cuts)
+        client.close()
+    assert server.violations == []

@@ -61,7 +61,7 @@ class Duplicate:
 class Overtaken:
     """Hold each answer back until another connection's has gone by, for so long at most."""
 
-    within_s: float = 0.2
+    within_s: float = 0.05
 
 
 @dataclass(frozen=True, slots=True)

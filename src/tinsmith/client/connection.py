@@ -151,7 +151,7 @@ class Connection:
     async def send(
         self,
         route: Route,
-        body: bytes | None,
+        body: bytes | memoryview | None,
         *,
         url: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -234,7 +234,7 @@ class Connection:
         self,
         route: Route,
         url: str,
-        body: bytes | None,
+        body: bytes | memoryview | None,
         headers: Mapping[str, str] | None,
         purpose: Purpose,
         timeout_s: float | None,

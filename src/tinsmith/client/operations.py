@@ -96,7 +96,7 @@ class Operations:
     async def promise(
         self,
         route: Route,
-        body: bytes,
+        body: bytes | memoryview,
         *,
         content_type: str = JSON_TYPE,
         purpose: Purpose = Purpose.TRAIN,

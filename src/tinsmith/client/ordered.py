@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tinsmith.client import custom_loss
+from tinsmith.client.body_buffers import Body, BodyBuffers
 from tinsmith.client.connection import JSON_TYPE, PROTOBUF_TYPE
 from tinsmith.client.custom_loss import SURROGATE
 from tinsmith.client.futures import Future
@@ -52,7 +53,7 @@ class _Part:
 
     number: int
     request: ForwardBackwardRequest
-    body: bytes
+    body: Body
     content_type: str
     called: float
 
@@ -66,6 +67,7 @@ class OrderedOperations:
         self._numbers = Sequence()
         self._turns = Turns()
         self._gaps: list[int] = []
+        self._buffers = BodyBuffers()
 
     def submit(
         self, name: str, route: Route, request: Any, finish: Callable[[Any], Any] = lambda answer: answer
@@ -139,9 +141,16 @@ class OrderedOperations:
         bodies = [encode(request) for request in requests]
         number = self._numbers.take(len(requests)) if first is None else first
         return [
-            _Part(number + i, request, _numbered(body, number + i + 1), content_type, time.monotonic())
+            _Part(number + i, request, self._numbered(body, number + i + 1), content_type, time.monotonic())
             for i, (request, body) in enumerate(zip(requests, bodies, strict=True))
         ]
+
+    def _numbered(self, unnumbered: bytes | ProtobufMessage, seq_id: int) -> Body:
+        """The body of a request, JSON or protobuf, with its number, known only after the rest has proved right."""
+        if isinstance(unnumbered, bytes):
+            return Body(_numbered(unnumbered, seq_id))
+        proto_training.add_seq_id(unnumbered, seq_id)
+        return self._buffers.write(unnumbered)
 
     async def _run_parts(self, name: str, parts: list[_Part]) -> ForwardBackwardOutput:
         what = f"{name} of {self._model_id}"
@@ -184,13 +193,14 @@ class OrderedOperations:
     async def _submit(self, part: _Part, what: str) -> Coroutine[Any, Any, Any]:
         """Submit one part; what is returned polls its result."""
         started = time.monotonic()
-        budget, size = self._holder.connection.limits.train_bytes, len(part.body)
+        budget, size = self._holder.connection.limits.train_bytes, len(part.body.content)
         try:
             await budget.acquire(size)
             try:
                 route, promise = await self._submit_part(part)
             finally:
                 budget.release(size)
+                self._buffers.give_back(part.body)
         except BaseException as error:
             if not _is_refusal(error):
                 self._gaps.append(part.number)
@@ -210,9 +220,9 @@ class OrderedOperations:
                 connection.prefers_forward_route = False
         if part.content_type == JSON_TYPE or not connection.speaks_protobuf:
             return await self._submit_json(part)
-        body, headers = part.body, None
+        body, headers = part.body.content, None
         if connection.server.proto_compress_fwdbwd:
-            body, headers = await asyncio.to_thread(zstd.compress, part.body), {"content-encoding": "zstd"}
+            body, headers = await asyncio.to_thread(zstd.compress, body), {"content-encoding": "zstd"}
         try:
             promise = await self._holder.promise(
                 FORWARD_BACKWARD,
@@ -236,7 +246,7 @@ class OrderedOperations:
 
     async def _submit_json(self, part: _Part) -> tuple[Route, UntypedAPIFuture]:
         route = FORWARD if part.request.forward_only else FORWARD_BACKWARD
-        body = part.body
+        body = part.body.content
         if part.content_type != JSON_TYPE:
             body = _numbered(_json_body(part.request), part.number + 1)
         return route, await self._holder.promise(route, body, policy=self._holder.connection.policy(part.called))
@@ -325,9 +335,5 @@ def _json_body(request: ForwardBackwardRequest) -> bytes:
     return json_codec.encode(ForwardBackwardRequest(forward_backward_input=work, model_id=model_id))
 
 
-def _numbered(unnumbered: bytes | ProtobufMessage, seq_id: int) -> bytes:
-    """The body of a request, JSON or protobuf, with its number, which is known only after the rest has proved right."""
-    if isinstance(unnumbered, bytes):
-        return unnumbered[:-1] + b',"seq_id":%d}' % seq_id
-    proto_training.add_seq_id(unnumbered, seq_id)
-    return unnumbered.encode()
+def _numbered(unnumbered: bytes, seq_id: int) -> bytes:
+    return unnumbered[:-1] + b',"seq_id":%d}' % seq_id

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tinsmith.errors import TinkerError
 from tinsmith.transport.base import KEEP_ALIVE_S, HttpRequest, HttpResponse, Why
 from tinsmith.transport.http1 import Answer, CutOffError, FormatError, SizeError
-from tinsmith.transport.multipart import PIECE_BYTES
+from tinsmith.transport.multipart import PIECE_BYTES, Multipart
 
 READ_BYTES = 256 * 1024
 
@@ -152,11 +152,11 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(head + body)
             return
         self._sender = self._loop.create_task(
-            self._send_bytes(body, head) if isinstance(body, bytes) else self._send_pieces(request, head)
+            self._send_pieces(request, head) if isinstance(body, Multipart) else self._send_bytes(body, head)
         )
         self._sender.add_done_callback(self._sending_ended)
 
-    async def _send_bytes(self, body: bytes, head: bytes) -> None:
+    async def _send_bytes(self, body: bytes | memoryview, head: bytes) -> None:
         """A large body, no faster than it is taken."""
         assert self._transport is not None
         self.was_sent = True
