@@ -154,10 +154,12 @@ def _packed_unsigned(values: Sequence[Any]) -> Array | None:
     """
     if type(values) is not list:
         return None
+    numbers = machine_array("I")
     try:
-        packed = np.frombuffer(machine_array("I", values), np.uintc) if values else np.empty(0, np.uintc)
+        numbers.fromlist(values)
     except (TypeError, OverflowError):
         return None
+    packed = np.frombuffer(numbers, np.uintc) if values else np.empty(0, np.uintc)
     return _read_only(packed) if _are_ints(values, np.flatnonzero(packed <= 1)) else None
 
 
