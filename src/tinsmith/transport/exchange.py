@@ -47,6 +47,7 @@ class Connection(asyncio.BufferedProtocol):
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
+        self._is_in_place = False
         self._done: asyncio.Future[None] | None = None
         self._sender: asyncio.Task[None] | None = None
         self._room: asyncio.Future[None] | None = None
@@ -102,7 +103,9 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
+        place = self._answer.place() if self._answer is not None else None
+        self._is_in_place = place is not None
+        return self._buffer if place is None else place
 
     def buffer_updated(self, nbytes: int) -> None:
         done, answer = self._done, self._answer
@@ -113,7 +116,7 @@ class Connection(asyncio.BufferedProtocol):
             answer.can_reuse = False
             return
         try:
-            if answer.feed(self._buffer[:nbytes].tobytes()):
+            if answer.received(nbytes) if self._is_in_place else answer.feed(self._buffer[:nbytes].tobytes()):
                 done.set_result(None)
         except FormatError as error:
             done.set_exception(ExchangeError(Why.NOT_HTTP, error))
