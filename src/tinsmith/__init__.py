@@ -14,10 +14,12 @@ from tinsmith.version import __version__
 if TYPE_CHECKING:
     from tinsmith import auth, types
     from tinsmith.client.administration import AdminClient
+    from tinsmith.client.deadlines import deadline
     from tinsmith.client.embedded import local
     from tinsmith.client.futures import Future as APIFuture
     from tinsmith.client.loss_graph import LossHandle, PerDatumLossFn
     from tinsmith.client.options import RequestOptions, Timeout
+    from tinsmith.client.raw import RawResponse
     from tinsmith.client.rest import RestClient
     from tinsmith.client.retry_config import RetryConfig
     from tinsmith.client.sampling import SamplingClient
@@ -87,6 +89,7 @@ _HOMES = {
     "ClientConfig": ("tinsmith.config", "ClientConfig"),
     "LossHandle": ("tinsmith.client.loss_graph", "LossHandle"),
     "PerDatumLossFn": ("tinsmith.client.loss_graph", "PerDatumLossFn"),
+    "RawResponse": ("tinsmith.client.raw", "RawResponse"),
     "RequestOptions": ("tinsmith.client.options", "RequestOptions"),
     "RestClient": ("tinsmith.client.rest", "RestClient"),
     "RetryConfig": ("tinsmith.client.retry_config", "RetryConfig"),
@@ -95,6 +98,7 @@ _HOMES = {
     "Timeout": ("tinsmith.client.options", "Timeout"),
     "TrainingClient": ("tinsmith.client.training", "TrainingClient"),
     "as_tinker": ("tinsmith.compat", "as_tinker"),
+    "deadline": ("tinsmith.client.deadlines", "deadline"),
     "local": ("tinsmith.client.embedded", "local"),
     "APIConnectionError": ("tinsmith.errors", "APIConnectionError"),
     "APIError": ("tinsmith.errors", "APIError"),
@@ -161,6 +165,7 @@ __all__ = [
     "PrecisionWarning",
     "PromptProvenanceSpan",
     "RateLimitError",
+    "RawResponse",
     "RequestFailedError",
     "RequestOptions",
     "RestClient",
@@ -186,6 +191,7 @@ __all__ = [
     "__version__",
     "as_tinker",
     "auth",
+    "deadline",
     "local",
     "types",
 ]

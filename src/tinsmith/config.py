@@ -58,7 +58,7 @@ class ClientConfig:
     poll_timeout_s: float = 45.0
     """Seconds that one long poll may take; servers answer earlier."""
     result_deadline_s: float | None = None
-    """Seconds until a result must be there; None waits as long as the server works on it."""
+    """Seconds from a call until its result must be there; None waits as long as the server works on it."""
     heartbeat_s: float = 10.0
     """Seconds between two signs of life of a session."""
 

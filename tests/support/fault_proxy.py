@@ -1,4 +1,4 @@
-"""A raw TCP proxy that does to a connection what networks do: cut, stall, trickle, repeat, reset, refuse.
+"""A raw TCP proxy that does to a connection what networks do: cut, stall, trickle, repeat, overtake, reset, refuse.
 
 Faults are used up one per connection, in order, then connections pass unharmed; or, with a seed and a rate, each
 connection draws its own. Knows nothing of HTTP.
@@ -58,6 +58,13 @@ class Duplicate:
 
 
 @dataclass(frozen=True, slots=True)
+class Overtaken:
+    """Hold each answer back until another connection's has gone by, for so long at most."""
+
+    within_s: float = 0.05
+
+
+@dataclass(frozen=True, slots=True)
 class Reset:
     """RST, after so many bytes of the answer."""
 
@@ -74,7 +81,7 @@ class Clean:
     """Nothing; for lists such as `[Clean(), Reset()]`."""
 
 
-Fault: TypeAlias = DropAfter | Stall | Trickle | Duplicate | Reset | Refuse | Clean
+Fault: TypeAlias = DropAfter | Stall | Trickle | Duplicate | Overtaken | Reset | Refuse | Clean
 
 
 def random_fault(source: random.Random) -> Fault:
@@ -134,6 +141,9 @@ class FaultProxy:
         self._port = 0
         self.history: list[Fault] = []
         """The fault of each connection, in order."""
+        self.overtaken = 0
+        """Answers that went out after one which the server gave later."""
+        self._passing: set[asyncio.Future[None]] = set()
         self._thread = LoopThread("fault-proxy")
         self.listen()
 
@@ -245,12 +255,29 @@ class FaultProxy:
                 if limit is not None:
                     data = data[: limit - link.sent[way]]
                 link.sent[way] += len(data)
+                if way == "to_client":
+                    await self._take_turns(fault)
                 await _write(writer, data, fault, way, is_first)
                 if limit is not None and link.sent[way] >= limit:
                     if isinstance(fault, Reset):
                         link.reset()
                     return
             await writer.drain()
+
+    async def _take_turns(self, fault: Fault) -> None:
+        """Wait to be overtaken, or be the one that overtakes those who wait."""
+        if isinstance(fault, Overtaken):
+            passing = asyncio.get_running_loop().create_future()
+            self._passing.add(passing)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(fault.within_s):
+                    await passing
+                    self.overtaken += 1
+            self._passing.discard(passing)
+            return
+        for passing in self._passing:
+            if not passing.done():
+                passing.set_result(None)
 
 
 def _limit(fault: Fault, way: Direction) -> int | None:

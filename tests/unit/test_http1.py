@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import itertools
+import random
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.transport.http1 import (
+    IN_PLACE_BYTES,
     MAX_HEAD_BYTES,
     MAX_LINE_BYTES,
     Answer,
@@ -76,6 +78,52 @@ def test_an_answer_is_the_same_wherever_it_is_cut(
         assert not read([data[:i]], method, ends=True).is_complete
 
 
+@pytest.mark.parametrize("length", [IN_PLACE_BYTES[0] - 1, IN_PLACE_BYTES[0], 300_000])
+@pytest.mark.parametrize("with_head", [0, 1, 5000])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_large_body_is_received_where_it_will_lie(length: int, with_head: int, in_place: bool) -> None:
+    body = bytes(i * 7 % 251 for i in range(length))
+    answer = Answer("GET", 2**20)
+    assert answer.place() is None
+    assert not answer.feed(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % length + body[:with_head])
+    position, sizes = with_head, itertools.cycle((1, 4096, 70_000))
+    while not answer.is_complete:
+        place = answer.place() if in_place else None
+        assert (place is not None) == (in_place and length >= IN_PLACE_BYTES[0])
+        data = body[position : position + next(sizes)]
+        if place is None:
+            answer.feed(data)
+        else:
+            assert len(place) == length - position, "there is room for the rest and no more"
+            place[: len(data)] = data
+            answer.received(len(data))
+        position += len(data)
+    assert answer.place() is None
+    assert answer.can_reuse
+    assert answer.body() == body
+    answer.feed(b"more")
+    assert not answer.can_reuse
+
+
+def test_a_large_packed_body_that_is_received_in_place_is_unpacked() -> None:
+    body = random.Random(0).randbytes(200_000)
+    sent = gzip.compress(body)
+    head = b"HTTP/1.1 200 OK\r\ncontent-encoding: gzip\r\ncontent-length: %d\r\n\r\n" % len(sent)
+    answer = Answer("GET", 2**20)
+    answer.feed(head)
+    place = answer.place()
+    assert place is not None
+    place[:] = sent
+    assert answer.received(len(sent))
+    assert answer.body() == body
+
+
+def test_no_memory_is_taken_for_a_length_that_is_only_claimed() -> None:
+    answer = Answer("GET", 2**40)
+    answer.feed(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % 2**38)
+    assert answer.place() is None
+
+
 def test_headers() -> None:
     answer = read([OK + b"X-A: 1\r\nB:\t two \r\nx-a: 2\r\nFolded: a\r\n\tb\r\nName: caf\xc3\xa9\r\n\r\n"])
     assert answer.headers == {"x-a": "1, 2", "b": "two", "folded": "a b", "name": "café"}
@@ -95,7 +143,7 @@ def test_chunked_bodies_in_any_pieces(chunks: list[bytes], data: Any) -> None:
 
 @given(st.lists(st.binary(max_size=60), max_size=5))
 def test_noise_is_refused_or_waited_on(pieces: list[bytes]) -> None:
-    answer = Answer("GET", LIMIT)
+    answer = Answer("GET", 2**20)
     try:
         for piece in [OK, *pieces]:
             answer.feed(piece)

@@ -36,9 +36,13 @@ def test_what_is_no_integer_is_named(value: Any) -> None:
             Datum(ModelInput.from_ints(values[:1] * len(values)), {"target_tokens": values})
 
 
-@pytest.mark.parametrize("value", [-1, MAX_TOKEN_ID + 1, -(2**63), 2**63 - 1])
+@pytest.mark.parametrize("value", [-1, MAX_TOKEN_ID + 1, 2**32 - 1, 2**32, -(2**63), 2**63 - 1])
 def test_what_is_no_token_id_is_named(value: int) -> None:
     assert int_array(with_value(value), "x")[300] == value
+    with pytest.raises(
+        InvalidInputError, match=rf"^loss_fn_inputs\['target_tokens'\]\[300\]: {value} is not a token id"
+    ):
+        Datum(ModelInput.from_ints(LONG), {"target_tokens": with_value(value)})
     with pytest.raises(InvalidInputError, match=rf"^tokens\[300\]: {value} is not a token id"):
         EncodedTextChunk(tokens=with_value(value))
 

@@ -1,17 +1,18 @@
-"""Waiting for a result: the deadline counts once, and what is held is given back."""
+"""Waiting for a result: what is asked, what a deadline ends, and that what is held is given back."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import pytest
 
+from tinsmith.client.deadlines import Deadline, limit_of
 from tinsmith.client.limits import Limits
 from tinsmith.client.outage import Affected, Outage
 from tinsmith.client.polling import wait_for_result
+from tinsmith.client.runner import Runner
 from tinsmith.config import ClientConfig
 from tinsmith.errors import APITimeoutError, TinkerError
 from tinsmith.transport.base import HttpResponse
@@ -50,33 +51,41 @@ def wait(connection: FakeConnection, **options: Any) -> Any:
     )
 
 
-def test_a_large_result_is_asked_for_again_within_the_same_deadline() -> None:
-    connection = FakeConnection([PENDING, LARGE, PENDING, {"metrics": {"a": 1.0}}], result_deadline_s=30.0)
-    answer: OptimStepResponse = wait(connection, since=time.monotonic() - 20.0, submit_s=0.5)
+def wait_until(connection: FakeConnection, seconds: float) -> Any:
+    """Wait in a runner, with a deadline, as clients do."""
+    runner = Runner()
+    limit = limit_of("optim_step of m", Deadline(seconds, "result_deadline_s"))
+    waiting = wait_for_result(connection, OPTIM_STEP, "r", what="optim_step of m", outage=Outage())  # type: ignore[arg-type]
+    try:
+        return runner.submit(waiting, limit=limit).result(10)
+    finally:
+        runner.close(timeout_s=10)
+
+
+def test_a_large_result_is_asked_for_again() -> None:
+    connection = FakeConnection([PENDING, LARGE, PENDING, {"metrics": {"a": 1.0}}])
+    answer: OptimStepResponse = wait(connection, submit_s=0.5)
 
     assert answer.metrics == {"a": 1.0}
     assert [body["allow_metadata_only"] for body in connection.asked] == [True, True, False, False]
-    assert all(seconds <= 10.0 for seconds in connection.timeouts)
-    assert connection.timeouts == sorted(connection.timeouts, reverse=True)
+    assert connection.timeouts == [connection.config.poll_timeout_s] * 4
     assert [headers["x-tinker-request-iteration"] for headers in connection.headers] == ["0", "1", "2", "3"]
 
 
 def test_a_deadline_that_passes_while_the_result_is_fetched_is_said() -> None:
-    connection = FakeConnection([LARGE, *[PENDING] * 1000], result_deadline_s=0.3)
-    with pytest.raises(APITimeoutError, match=r"optim_step of m: no result after 0.3 s \(result_deadline_s\)"):
-        wait(connection)
+    connection = FakeConnection([LARGE, *[PENDING] * 1000])
+    with pytest.raises(APITimeoutError, match=r"optim_step of m: no result 0.3 s after the call \(result_deadline_s\)"):
+        wait_until(connection, 0.3)
+    assert connection.limits.response_bytes._free == connection._all
 
 
 def test_a_deadline_that_passes_while_there_is_no_room_is_said() -> None:
-    connection = FakeConnection([LARGE], result_deadline_s=0.1)
-
-    async def run() -> None:
-        await connection.limits.response_bytes.acquire(connection._all)
-        await wait_for_result(connection, OPTIM_STEP, "r", what="optim_step of m", outage=Outage())  # type: ignore[arg-type]
-
+    connection = FakeConnection([LARGE])
+    assert connection.limits.response_bytes.acquire_now(connection._all)
     with pytest.raises(APITimeoutError, match="result_deadline_s"):
-        asyncio.run(run())
+        wait_until(connection, 0.1)
     assert len(connection.asked) == 1
+    assert not connection.limits.response_bytes._waiting
 
 
 def test_room_for_a_large_result_is_held_while_it_is_fetched() -> None:

@@ -52,6 +52,7 @@ PACKAGE = [
     "PrecisionWarning",
     "PromptProvenanceSpan",
     "RateLimitError",
+    "RawResponse",
     "RequestFailedError",
     "RequestOptions",
     "RestClient",
@@ -77,6 +78,7 @@ PACKAGE = [
     "__version__",
     "as_tinker",
     "auth",
+    "deadline",
     "local",
     "types",
 ]

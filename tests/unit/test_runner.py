@@ -110,7 +110,7 @@ def test_what_is_submitted_just_before_the_end_is_told_of_it() -> None:
     waiting(runner, 1)
     thread, loop = thread_of(runner), runner._loop
     assert loop is not None
-    wake, loop.call_soon_threadsafe = loop.call_soon_threadsafe, lambda *_: None  # type: ignore[assignment,method-assign]
+    wake, loop.call_soon_threadsafe = loop.call_soon_threadsafe, lambda *_, **__: None  # type: ignore[assignment,method-assign]
     submitted = runner.submit(for_ever())
     loop.call_soon_threadsafe = wake  # type: ignore[method-assign]
     runner.close(timeout_s=30)

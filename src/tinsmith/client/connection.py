@@ -20,6 +20,7 @@ from urllib.parse import urlencode
 import msgspec
 
 from tinsmith.client.auth import Auth
+from tinsmith.client.deadlines import patience_s
 from tinsmith.client.limits import SHARED, Limits
 from tinsmith.client.outage import Affected, Outage
 from tinsmith.client.runner import Runner
@@ -110,9 +111,34 @@ class Connection:
         timeout_s: float | None = None,
     ) -> Any:
         """Make a call and decode its answer as the route says; None where it promises no body."""
+        response = await self.answer(
+            route,
+            request,
+            path=path,
+            query=query,
+            headers=headers,
+            purpose=purpose,
+            policy=policy,
+            timeout_s=timeout_s,
+        )
+        return None if route.response is None else decode_answer(route, response, route.response)
+
+    async def answer(
+        self,
+        route: Route,
+        request: Any = None,
+        *,
+        path: Mapping[str, str] | None = None,
+        query: Message | None = None,
+        headers: Mapping[str, str] | None = None,
+        purpose: Purpose = Purpose.REST,
+        policy: RetryPolicy | None = None,
+        timeout_s: float | None = None,
+    ) -> HttpResponse:
+        """Make a call; its answer as it came."""
         await self.ready()
         body = None if request is None else json_codec.encode(request)
-        response = await self.send(
+        return await self.send(
             route,
             body,
             url=self._url(route, path, query),
@@ -121,12 +147,11 @@ class Connection:
             policy=policy,
             timeout_s=timeout_s,
         )
-        return None if route.response is None else decode_answer(route, response, route.response)
 
     async def send(
         self,
         route: Route,
-        body: bytes | None,
+        body: bytes | memoryview | None,
         *,
         url: str | None = None,
         headers: Mapping[str, str] | None = None,
@@ -209,7 +234,7 @@ class Connection:
         self,
         route: Route,
         url: str,
-        body: bytes | None,
+        body: bytes | memoryview | None,
         headers: Mapping[str, str] | None,
         purpose: Purpose,
         timeout_s: float | None,
@@ -313,9 +338,8 @@ class Connection:
     def _say(self, url: str, wait: RetryWait, trouble: Affected) -> None:
         """Once per incident, at the first wait of whoever notices first: what is wrong and how long we go on."""
         if trouble.begin():
-            logger.warning(
-                "%s; trying again for up to %.0f s (%s)", wait.error, self.policy().deadline_s - wait.elapsed_s, url
-            )
+            left = patience_s(self.policy().deadline_s - wait.elapsed_s)
+            logger.warning("%s; trying again for up to %.0f s (%s)", wait.error, left, url)
 
 
 def decode_answer(route: Route, response: HttpResponse, type_: Any) -> Any:

@@ -42,7 +42,11 @@ async def download_files(
 
 
 async def download(
-    transport: Transport, url: str, path: Path, progress: Callable[[Progress], None] | None = None
+    transport: Transport,
+    url: str,
+    path: Path,
+    progress: Callable[[Progress], None] | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> Path:
     """Fetch one file, going on from a partial one, and check it against the digest that the server names, if any."""
     if path.exists():
@@ -51,7 +55,7 @@ async def download(
     partial = Partial(path.with_name(path.name + PARTIAL))
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            expected = await _fetch(transport, url, path, partial, progress)
+            expected = await _fetch(transport, url, path, partial, progress, headers or {})
             break
         except TinkerError as error:
             if attempt == ATTEMPTS or not error.retryable:
@@ -90,13 +94,18 @@ class Partial:
 
 
 async def _fetch(
-    transport: Transport, url: str, path: Path, partial: Partial, progress: Callable[[Progress], None] | None
+    transport: Transport,
+    url: str,
+    path: Path,
+    partial: Partial,
+    progress: Callable[[Progress], None] | None,
+    headers: Mapping[str, str],
 ) -> str | None:
     have, validator = partial.known()
-    headers = {"accept-encoding": "identity"}
+    sent = {**headers, "accept-encoding": "identity"}
     if have:
-        headers |= {"range": f"bytes={have}-", "if-range": validator}
-    request = HttpRequest(method="GET", url=url, headers=headers, timeout_s=TIMEOUT_S, purpose=Purpose.REST)
+        sent |= {"range": f"bytes={have}-", "if-range": validator}
+    request = HttpRequest(method="GET", url=url, headers=sent, timeout_s=TIMEOUT_S, purpose=Purpose.REST)
     async with transport.stream(request) as response:
         if response.status == 416 and have and response.headers.get("content-range") == f"bytes */{have}":
             return _digest(response.headers)

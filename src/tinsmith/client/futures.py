@@ -70,7 +70,7 @@ class Future(concurrent.futures.Future[T]):
     def __init__(self, runner_thread: threading.Thread | None = None, *, cancellable: bool = True) -> None:
         super().__init__()
         self._runner_thread = runner_thread
-        self._is_cancellable = cancellable
+        self.is_cancellable = cancellable
 
     def result(self, timeout: float | None = None) -> T:
         """The result, waiting for it as long as `timeout` seconds; TimeoutError after that."""
@@ -88,7 +88,7 @@ class Future(concurrent.futures.Future[T]):
 
     def cancel(self) -> bool:
         """Give the operation up. False: it is done, or is a change to a model, which runs to its end."""
-        if not self._is_cancellable and not self.done():
+        if not self.is_cancellable and not self.done():
             logger.info("an operation that changes a model keeps its place in the order and is not cancelled")
             return False
         with self._condition:
@@ -106,7 +106,7 @@ class Future(concurrent.futures.Future[T]):
             try:
                 yield from waiting
             except asyncio.CancelledError:
-                if self._is_cancellable:
+                if self.is_cancellable:
                     self.cancel()
                 raise
         if self.cancelled():

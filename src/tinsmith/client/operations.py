@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from tinsmith.client.connection import JSON_TYPE, Connection, decode_answer
+from tinsmith.client.deadlines import Deadline, Limit, limit_of
 from tinsmith.client.futures import Future
 from tinsmith.client.metrics import Metrics
 from tinsmith.client.polling import wait_for_result
@@ -54,6 +55,8 @@ class Operations:
         self.queue_observer: Callable[[str], QueueStateObserver] | None = None
         """Makes the observer of a waiting operation from its description; None: a log line."""
         self.pending_samples: set[str] = set()
+        seconds = connection.config.result_deadline_s
+        self._usual = None if seconds is None else Deadline(seconds, "result_deadline_s of the client's settings")
         self._finalizer = weakref.finalize(self, close_parts, connection, self.telemetry, self.pending_samples)
 
     @property
@@ -66,20 +69,34 @@ class Operations:
         """End everything that the clients of this service share."""
         self._finalizer()
 
-    def submit(self, name: str, coroutine: Coroutine[Any, Any, T], *, cancellable: bool = True) -> Future[T]:
-        """Run an operation in the client's loop, measured and reported under its name."""
+    def submit(
+        self,
+        name: str,
+        coroutine: Coroutine[Any, Any, T],
+        *,
+        cancellable: bool = True,
+        limit: Limit | None = None,
+    ) -> Future[T]:
+        """Run an operation in the client's loop, measured and reported under its name. Without a limit it has that of
+        the block it is called in."""
+        limit = limit or limit_of(name, None)
         try:
-            future = self.connection.runner.submit(self._watched(name, coroutine), cancellable=cancellable)
+            watched = self._watched(name, coroutine, limit)
+            future = self.connection.runner.submit(watched, cancellable=cancellable, limit=limit)
         except TinkerError:
             coroutine.close()
             raise
         future.add_done_callback(lambda _: _close_unstarted(coroutine))
         return future
 
+    def limit(self, name: str, of: str = "") -> Limit | None:
+        """The limit of an operation, called now, that waits for a result: the client has a default for those."""
+        return limit_of(f"{name} of {of}" if of else name, self._usual)
+
     async def promise(
         self,
         route: Route,
-        body: bytes,
+        body: bytes | memoryview,
         *,
         content_type: str = JSON_TYPE,
         purpose: Purpose = Purpose.TRAIN,
@@ -113,7 +130,7 @@ class Operations:
         promise = await self.promise(route, json_codec.encode(request), purpose=purpose)
         return await self.result(route, promise, what=what, submit_s=time.monotonic() - started)
 
-    async def _watched(self, name: str, coroutine: Coroutine[Any, Any, T]) -> T:
+    async def _watched(self, name: str, coroutine: Coroutine[Any, Any, T], limit: Limit | None) -> T:
         self.telemetry.start()
         started = time.perf_counter()
         failed = True
@@ -123,17 +140,24 @@ class Operations:
             failed = False
             return result
         except TinkerError as error:
-            is_user = (isinstance(error, RequestFailedError) and error.category == "user") or (
-                isinstance(error, APIStatusError) and error.status_code < 500 and error.status_code != 408
-            )
-            self.telemetry.event(
-                "user_error" if is_user else f"{name}.exception",
-                {"operation": name, "error_type": type(error).__name__, "message": str(error)},
-                "WARNING" if is_user else "ERROR",
-            )
+            self._report(name, error)
+            raise
+        except asyncio.CancelledError:
+            if limit is not None and limit.left_s <= 0:
+                self._report(name, limit.error(goes_on=False))
             raise
         finally:
             self.metrics.record(name, time.perf_counter() - started, failed)
+
+    def _report(self, name: str, error: TinkerError) -> None:
+        is_user = (isinstance(error, RequestFailedError) and error.category == "user") or (
+            isinstance(error, APIStatusError) and error.status_code < 500 and error.status_code != 408
+        )
+        self.telemetry.event(
+            "user_error" if is_user else f"{name}.exception",
+            {"operation": name, "error_type": type(error).__name__, "message": str(error)},
+            "WARNING" if is_user else "ERROR",
+        )
 
 
 def _close_unstarted(coroutine: Coroutine[Any, Any, Any]) -> None:

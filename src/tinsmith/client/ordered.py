@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from tinsmith.client import custom_loss
+from tinsmith.client.body_buffers import Body, BodyBuffers
 from tinsmith.client.connection import JSON_TYPE, PROTOBUF_TYPE
 from tinsmith.client.custom_loss import SURROGATE
 from tinsmith.client.futures import Future
@@ -52,7 +53,7 @@ class _Part:
 
     number: int
     request: ForwardBackwardRequest
-    body: bytes
+    body: Body
     content_type: str
     called: float
 
@@ -66,6 +67,7 @@ class OrderedOperations:
         self._numbers = Sequence()
         self._turns = Turns()
         self._gaps: list[int] = []
+        self._buffers = BodyBuffers()
 
     def submit(
         self, name: str, route: Route, request: Any, finish: Callable[[Any], Any] = lambda answer: answer
@@ -75,14 +77,15 @@ class OrderedOperations:
         number = self._numbers.take()
         body = _numbered(unnumbered, number + 1)
         work = self._run_one(name, route, number, body, finish, time.monotonic())
-        return self._holder.submit(name, work, cancellable=False)
+        return self._holder.submit(name, work, cancellable=False, limit=self._holder.limit(name, self._model_id))
 
     async def _run_one(
         self, name: str, route: Route, number: int, body: bytes, finish: Callable[[Any], Any], called: float
     ) -> Any:
-        await self._turns.reach(number)
-        started = time.monotonic()
+        started = called
         try:
+            await self._turns.reach(number)
+            started = time.monotonic()
             await self._fill_gaps(called)
             promise = await self._holder.promise(route, body, policy=self._holder.connection.policy(called))
         except BaseException as error:
@@ -104,7 +107,8 @@ class OrderedOperations:
         forward_only: bool,
     ) -> Future[ForwardBackwardOutput]:
         parts = self._prepare(data, loss_fn, config, forward_only=forward_only)
-        return self._holder.submit(name, self._run_parts(name, parts), cancellable=False)
+        limit = self._holder.limit(name, self._model_id)
+        return self._holder.submit(name, self._run_parts(name, parts), cancellable=False, limit=limit)
 
     def _prepare(
         self,
@@ -137,52 +141,75 @@ class OrderedOperations:
         bodies = [encode(request) for request in requests]
         number = self._numbers.take(len(requests)) if first is None else first
         return [
-            _Part(number + i, request, _numbered(body, number + i + 1), content_type, time.monotonic())
+            _Part(number + i, request, self._numbered(body, number + i + 1), content_type, time.monotonic())
             for i, (request, body) in enumerate(zip(requests, bodies, strict=True))
         ]
 
-    async def _run_parts(self, name: str, parts: list[_Part]) -> ForwardBackwardOutput:
-        await self._turns.reach(parts[0].number)
-        try:
-            await self._fill_gaps(parts[0].called)
-        except BaseException:
-            self._give_up(part.number for part in parts)
-            raise
-        what = f"{name} of {self._model_id}"
-        polls: list[Any]
-        if self._holder.connection.server.parallel_fwdbwd_chunks:
-            # The first goes last: by then the server holds the rest, and works on in one go.
-            polls = await asyncio.gather(*(self._submit(part, what) for part in parts[1:]), return_exceptions=True)
-            polls += await asyncio.gather(self._submit(parts[0], what), return_exceptions=True)
-            polls = [polls[-1], *polls[:-1]]
-        else:
-            polls = [(await asyncio.gather(self._submit(part, what), return_exceptions=True))[0] for part in parts]
-        tasks = [poll for poll in polls if isinstance(poll, asyncio.Task)]
-        try:
-            for poll in polls:
-                if isinstance(poll, BaseException):
-                    raise poll
-            return combine(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+    def _numbered(self, unnumbered: bytes | ProtobufMessage, seq_id: int) -> Body:
+        """The body of a request, JSON or protobuf, with its number, known only after the rest has proved right."""
+        if isinstance(unnumbered, bytes):
+            return Body(_numbered(unnumbered, seq_id))
+        proto_training.add_seq_id(unnumbered, seq_id)
+        return self._buffers.write(unnumbered)
 
-    async def _submit(self, part: _Part, what: str) -> asyncio.Task[Any]:
-        """Submit one part; its result is polled on its own."""
-        started = time.monotonic()
+    async def _run_parts(self, name: str, parts: list[_Part]) -> ForwardBackwardOutput:
+        what = f"{name} of {self._model_id}"
+        if len(parts) == 1:
+            return await self._run_part(parts[0], what)
+        unsent = {part.number for part in parts}
+        polls: dict[int, asyncio.Task[Any]] = {}
+
+        async def send(part: _Part) -> None:
+            unsent.discard(part.number)
+            polls[part.number] = self._holder.connection.runner.spawn(await self._submit(part, what))
+
         try:
-            async with self._holder.connection.limits.train_bytes.hold(len(part.body)):
+            await self._turns.reach(parts[0].number)
+            await self._fill_gaps(parts[0].called)
+            # Where they may overlap, the first goes last: by then the server holds the rest, and works on in one go.
+            is_parallel = self._holder.connection.server.parallel_fwdbwd_chunks
+            failed: list[BaseException | None] = []
+            for group in (parts[1:], parts[:1]) if is_parallel else ([part] for part in parts):
+                failed += await asyncio.gather(*(send(part) for part in group), return_exceptions=True)
+            for error in failed[-1:] + failed[:-1] if is_parallel else failed:
+                if error is not None:
+                    raise error
+            return combine(await asyncio.gather(*(polls[part.number] for part in parts)))
+        finally:
+            self._give_up(sorted(unsent))
+            for poll in polls.values():
+                poll.cancel()
+
+    async def _run_part(self, part: _Part, what: str) -> ForwardBackwardOutput:
+        """A call that is a single request, as most are: no tasks are needed beside its own."""
+        try:
+            await self._turns.reach(part.number)
+            await self._fill_gaps(part.called)
+        except BaseException:
+            self._give_up([part.number])
+            raise
+        return combine([await (await self._submit(part, what))])
+
+    async def _submit(self, part: _Part, what: str) -> Coroutine[Any, Any, Any]:
+        """Submit one part; what is returned polls its result."""
+        started = time.monotonic()
+        budget, size = self._holder.connection.limits.train_bytes, len(part.body.content)
+        try:
+            await budget.acquire(size)
+            try:
                 route, promise = await self._submit_part(part)
+            finally:
+                budget.release(size)
+                self._buffers.give_back(part.body)
         except BaseException as error:
             if not _is_refusal(error):
                 self._gaps.append(part.number)
             raise
         finally:
             self._turns.done(part.number)
-        polled = self._holder.result(
+        return self._holder.result(
             FORWARD if part.request.forward_only else route, promise, what=what, submit_s=time.monotonic() - started
         )
-        return self._holder.connection.runner.spawn(polled)
 
     async def _submit_part(self, part: _Part) -> tuple[Route, UntypedAPIFuture]:
         connection = self._holder.connection
@@ -193,9 +220,9 @@ class OrderedOperations:
                 connection.prefers_forward_route = False
         if part.content_type == JSON_TYPE or not connection.speaks_protobuf:
             return await self._submit_json(part)
-        body, headers = part.body, None
+        body, headers = part.body.content, None
         if connection.server.proto_compress_fwdbwd:
-            body, headers = await asyncio.to_thread(zstd.compress, part.body), {"content-encoding": "zstd"}
+            body, headers = await asyncio.to_thread(zstd.compress, body), {"content-encoding": "zstd"}
         try:
             promise = await self._holder.promise(
                 FORWARD_BACKWARD,
@@ -219,7 +246,7 @@ class OrderedOperations:
 
     async def _submit_json(self, part: _Part) -> tuple[Route, UntypedAPIFuture]:
         route = FORWARD if part.request.forward_only else FORWARD_BACKWARD
-        body = part.body
+        body = part.body.content
         if part.content_type != JSON_TYPE:
             body = _numbered(_json_body(part.request), part.number + 1)
         return route, await self._holder.promise(route, body, policy=self._holder.connection.policy(part.called))
@@ -228,6 +255,8 @@ class OrderedOperations:
         """Spend the numbers of operations that never reached the server and were reported as failed: the server would
         wait for them for ever. A pass that changes nothing takes each place; a server that did get the original
         answers for that one."""
+        if not self._gaps:
+            return
         nothing = Datum(ModelInput.from_ints([0]), {"target_tokens": [0], "weights": [0.0]})
         while self._gaps:
             number = self._gaps[0]
@@ -258,7 +287,8 @@ class OrderedOperations:
         first = self._prepare(custom_loss.forward_data(data), SURROGATE, None, forward_only=True)
         spare = self._numbers.take(len(first))
         work = self._run_custom(data, loss_fn, first, spare)
-        return self._holder.submit("forward_backward_custom", work, cancellable=False)
+        name = "forward_backward_custom"
+        return self._holder.submit(name, work, cancellable=False, limit=self._holder.limit(name, self._model_id))
 
     async def _run_custom(
         self, data: list[Datum], loss_fn: custom_loss.LossFn, first: list[_Part], spare: int
@@ -270,14 +300,16 @@ class OrderedOperations:
             custom = await asyncio.to_thread(custom_loss.gradients, loss_fn, data, forward.loss_fn_outputs)
             weighted = custom_loss.backward_data(data, custom.gradients)
             parts = self._prepare(weighted, SURROGATE, None, forward_only=False, first=spare)
-        except BaseException:
+        except Exception:
             try:
                 await self._close_numbers(first, spare)
             except TinkerError:  # it is written down which ones are open; the error that matters is the first
                 self._give_up(range(spare, spare + len(first)))
             raise
-        for number in range(spare + len(parts), spare + len(first)):
-            self._turns.done(number)
+        except BaseException:  # its time is over: the next operation closes them
+            self._give_up(range(spare, spare + len(first)))
+            raise
+        self._give_up(range(spare + len(parts), spare + len(first)))
         server = await self._run_parts("forward_backward", parts)
         return custom_loss.result_metrics(server, custom)
 
@@ -303,9 +335,5 @@ def _json_body(request: ForwardBackwardRequest) -> bytes:
     return json_codec.encode(ForwardBackwardRequest(forward_backward_input=work, model_id=model_id))
 
 
-def _numbered(unnumbered: bytes | ProtobufMessage, seq_id: int) -> bytes:
-    """The body of a request, JSON or protobuf, with its number, which is known only after the rest has proved right."""
-    if isinstance(unnumbered, bytes):
-        return unnumbered[:-1] + b',"seq_id":%d}' % seq_id
-    proto_training.add_seq_id(unnumbered, seq_id)
-    return unnumbered.encode()
+def _numbered(unnumbered: bytes, seq_id: int) -> bytes:
+    return unnumbered[:-1] + b',"seq_id":%d}' % seq_id

@@ -17,12 +17,12 @@ from typing import Any
 import msgspec
 
 from tinsmith.client.connection import JSON_TYPE, PROTOBUF_TYPE, Connection, decode_answer
+from tinsmith.client.deadlines import patience_s
 from tinsmith.client.outage import Affected, Outage
 from tinsmith.client.queue_state import QueueState, QueueStateLogger, QueueStateObserver
 from tinsmith.errors import (
     APIConnectionError,
     APIStatusError,
-    APITimeoutError,
     RequestFailedError,
     RetryableException,
     TinkerError,
@@ -71,15 +71,13 @@ async def wait_for_result(
     observer: QueueStateObserver | None = None,
     metadata_first: bool = True,
     submit_s: float | None = None,
-    since: float | None = None,
     answer: HttpResponse | None = None,
 ) -> Any:
     """The result of a promise; `answer` is one to it that is there already.
 
     Raises RequestFailedError when the operation failed, RetryableException when the server no longer knows the promise,
-    APIConnectionError when it has been out of reach for too long. The deadline of the result counts from `since`, a
-    monotonic time; from now if that is not given."""
-    wait = _Wait(connection, route, request_id, what, outage, observer, metadata_first, submit_s, since)
+    APIConnectionError when it has been out of reach for too long."""
+    wait = _Wait(connection, route, request_id, what, outage, observer, metadata_first, submit_s)
     try:
         return await wait.run(answer)
     finally:
@@ -87,7 +85,7 @@ async def wait_for_result(
 
 
 class _Wait:
-    """One wait for one result: what has been asked, and what of the deadline is left."""
+    """One wait for one result: what has been asked, and what is held for it."""
 
     def __init__(
         self,
@@ -99,7 +97,6 @@ class _Wait:
         observer: QueueStateObserver | None,
         metadata_first: bool,
         submit_s: float | None,
-        since: float | None,
     ) -> None:
         self._trouble = Trouble(connection, what, outage)
         self._connection = connection
@@ -108,7 +105,6 @@ class _Wait:
         self._what = what
         self._observer = observer
         self._metadata_first = metadata_first
-        self._deadline = deadline_of(connection, since)
         self._is_binary = route.result in BINARY_RESULTS
         self._headers = {
             "content-type": JSON_TYPE,
@@ -130,15 +126,13 @@ class _Wait:
         """Ask until there is a result."""
         while True:
             asked = time.monotonic()
-            left = self._left()
             try:
-                response, answer = answer or await self._poll(left), None
+                response, answer = answer or await self._poll(), None
             except APIStatusError as error:
                 await self._refused(error, asked)
                 continue
             except APIConnectionError as error:
-                if self._deadline is None or time.monotonic() < self._deadline:
-                    await self._trouble.wait(error)
+                await self._trouble.wait(error)
                 continue
             if self._is_binary and PROTOBUF_TYPE in response.headers.get("content-type", ""):
                 return BINARY_RESULTS[self._route.result](response.body)  # type: ignore[index]
@@ -154,11 +148,10 @@ class _Wait:
             else:
                 return decode_answer(self._route, response, self._route.result)
 
-    async def _poll(self, left: float | None) -> HttpResponse:
+    async def _poll(self) -> HttpResponse:
         self._headers["x-tinker-request-iteration"] = str(self._polls)
         if self._polls == 0 and self._submit_s is not None:
             self._headers["x-tinker-create-promise-roundtrip-time"] = str(self._submit_s)
-        poll_s = self._connection.config.poll_timeout_s
         body = _encode({"request_id": self._request_id, "allow_metadata_only": self._metadata_first})
         self._polls += 1
         return await self._connection.send(
@@ -167,7 +160,7 @@ class _Wait:
             headers=self._headers,
             purpose=Purpose.RETRIEVE,
             policy=NO_RETRY,
-            timeout_s=poll_s if left is None else min(poll_s, left),
+            timeout_s=self._connection.config.poll_timeout_s,
         )
 
     async def _refused(self, error: APIStatusError, asked: float) -> None:
@@ -195,35 +188,8 @@ class _Wait:
             raise TinkerError(f"{self._what}: the server tells the size of the result instead of the result")
         self._metadata_first = False
         size = size if isinstance(size, int) else 0
-        try:
-            async with asyncio.timeout(self._left()):
-                await self._connection.limits.response_bytes.acquire(size)
-        except TimeoutError:
-            raise late(self._connection, self._what) from None
+        await self._connection.limits.response_bytes.acquire(size)
         self._held_bytes = size
-
-    def _left(self) -> float | None:
-        """Seconds until the deadline, if there is one; past it, the error that says so."""
-        if self._deadline is None:
-            return None
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise late(self._connection, self._what)
-        return left
-
-
-def deadline_of(connection: Connection, since: float | None = None) -> float | None:
-    """The monotonic time at which a result must be there."""
-    limit = connection.config.result_deadline_s
-    return None if limit is None else (time.monotonic() if since is None else since) + limit
-
-
-def late(connection: Connection, what: str) -> APITimeoutError:
-    """The error of a result that is not there in time; submitting the operation again would not make it be."""
-    limit = connection.config.result_deadline_s
-    error = APITimeoutError(None, f"{what}: no result after {limit:g} s (result_deadline_s)")
-    error.retryable = False
-    return error
 
 
 class Trouble:
@@ -250,7 +216,8 @@ class Trouble:
         if delay is None:
             raise error
         if self._affected.begin():
-            logger.warning("waiting for %s: %s; asking again for up to %.0f s", self._what, error, policy.deadline_s)
+            left = patience_s(policy.deadline_s)
+            logger.warning("waiting for %s: %s; asking again for up to %.0f s", self._what, error, left)
         await asyncio.sleep(max(delay, QUICK_ANSWER_S))
 
 

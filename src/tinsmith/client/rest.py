@@ -60,6 +60,16 @@ PAGE = 100
 class RestClient(SessionlessClient):
     """Runs, checkpoints, sessions and samplers of one's own. Needs no session."""
 
+    _not_raw = SessionlessClient._not_raw | {
+        "copy_weights",
+        "download_external_weights",
+        "export_session_trace",
+        "iter_checkpoints",
+        "iter_sessions",
+        "iter_training_runs",
+        "whoami",
+    }
+
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> Future[TrainingRun]:
         """One training run."""
         return self._call(
@@ -294,7 +304,7 @@ class RestClient(SessionlessClient):
 
     def get_audit_log(self, event_type: AuditEventType = "all", day: date | None = None) -> Future[AuditLogResponse]:
         """Deprecated: `AdminClient.get_audit_log`."""
-        return AdminClient(self.holder).get_audit_log(event_type, day)
+        return self._admin().get_audit_log(event_type, day)
 
     get_audit_log_async = awaited(get_audit_log)
 
@@ -302,15 +312,20 @@ class RestClient(SessionlessClient):
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> Future[BillingUsageResponse]:
         """Deprecated: `AdminClient.get_billing_usage`."""
-        return AdminClient(self.holder).get_billing_usage(starting_on, ending_before)
+        return self._admin().get_billing_usage(starting_on, ending_before)
 
     get_billing_usage_async = awaited(get_billing_usage)
 
     def get_current_checkpoint_storage_usage(self, project_id: str | None = None) -> Future[StorageUsageResponse]:
         """Deprecated: `AdminClient.get_current_checkpoint_storage_usage`."""
-        return AdminClient(self.holder).get_current_checkpoint_storage_usage(project_id)
+        return self._admin().get_current_checkpoint_storage_usage(project_id)
 
     get_current_checkpoint_storage_usage_async = awaited(get_current_checkpoint_storage_usage)
+
+    def _admin(self) -> AdminClient:
+        admin = AdminClient(self.holder)
+        admin._is_raw = self._is_raw
+        return admin
 
 
 def copy_weights(holder: Operations, request: CopyWeightsRequest, token: str | None) -> Future[str]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import contextvars
 import os
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from tinsmith.client.deadlines import RUNNING, Limit
 from tinsmith.client.futures import Future
 from tinsmith.errors import TinkerError
 
@@ -29,7 +31,9 @@ class Runner:
         self._thread: threading.Thread | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._open: dict[asyncio.Task[Any], Future[Any]] = {}
-        self._submitted: list[tuple[Coroutine[Any, Any, Any], Future[Any]]] = []
+        self._submitted: list[_Submitted] = []
+        self._context = contextvars.Context()
+        """What runs for many callers at once runs in the context of none of them."""
         self._pid = os.getpid()
         self._is_closed = False
         self._last: asyncio.Task[Any] | None = None
@@ -43,26 +47,34 @@ class Runner:
         """Whether this is a forked child, in which the loop does not run."""
         return os.getpid() != self._pid
 
-    def submit(self, coroutine: Coroutine[Any, Any, T], *, cancellable: bool = True) -> Future[T]:
-        """Start a coroutine in the loop; its future is safe to use from any thread or loop."""
+    def submit(
+        self, coroutine: Coroutine[Any, Any, T], *, cancellable: bool = True, limit: Limit | None = None
+    ) -> Future[T]:
+        """Start a coroutine in the loop, in the caller's context; its future is safe to use from any thread or loop.
+        At its limit the future fails, whatever the coroutine waits for then, and the coroutine is cancelled."""
+        context = contextvars.copy_context()
+        if limit is not None:
+            context.run(RUNNING.set, limit)
         try:
             self._check_process()
             with self._lock:
                 loop = self._running_loop()
                 future: Future[T] = Future(self._thread, cancellable=cancellable)
-                self._submitted.append((coroutine, future))
+                self._submitted.append((coroutine, future, context, limit))
                 is_first = len(self._submitted) == 1
         except TinkerError:
             coroutine.close()
             raise
         if is_first:  # each wake-up of the loop is a system call; one serves all that came before it is heard
             with contextlib.suppress(RuntimeError):  # closed since; `_end` has seen to what was submitted before
-                loop.call_soon_threadsafe(self._start_submitted)
+                loop.call_soon_threadsafe(self._start_submitted, context=self._context)
         return future
 
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    def spawn(
+        self, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context | None = None
+    ) -> asyncio.Task[Any]:
         """Start a background task from inside the loop; the runner ends it."""
-        task = asyncio.get_running_loop().create_task(coroutine)
+        task = asyncio.get_running_loop().create_task(coroutine, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -105,21 +117,34 @@ class Runner:
     def _start_submitted(self) -> None:
         with self._lock:
             submitted, self._submitted = self._submitted, []
-        for coroutine, future in submitted:
-            self._start(coroutine, future)
+        for one in submitted:
+            self._start(*one)
 
-    def _start(self, coroutine: Coroutine[Any, Any, T], future: Future[T]) -> None:
+    def _start(
+        self, coroutine: Coroutine[Any, Any, T], future: Future[T], context: contextvars.Context, limit: Limit | None
+    ) -> None:
         if future.cancelled():
             coroutine.close()
             return
-        task = self.spawn(coroutine)
+        task = self.spawn(coroutine, context)
         self._open[task] = future
         loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle | None = None
+
+        def expire(limit: Limit) -> None:
+            with contextlib.suppress(concurrent.futures.InvalidStateError):
+                future.set_exception(limit.error(goes_on=not future.is_cancellable))
+            task.cancel()
+
+        if limit is not None:
+            timer = loop.call_later(limit.left_s, expire, limit)
 
         def finish(task: asyncio.Task[T]) -> None:
             del self._open[task]
+            if timer is not None:
+                timer.cancel()
             error = None if task.cancelled() else task.exception()
-            if future.done():  # cancelled by its owner, or told that the client is closed
+            if future.done():  # cancelled by its owner, late, or told that the client is closed
                 return
             with contextlib.suppress(concurrent.futures.InvalidStateError):  # cancelled by its owner just now
                 if task.cancelled():
@@ -150,6 +175,9 @@ class Runner:
             return
         self._last = loop.create_task(farewell)
         self._last.add_done_callback(lambda _: loop.stop())
+
+
+_Submitted: TypeAlias = tuple[Coroutine[Any, Any, Any], Future[Any], contextvars.Context, Limit | None]
 
 
 def _closed() -> TinkerError:

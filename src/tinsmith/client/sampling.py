@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 
 from tinsmith.client.connection import Connection
+from tinsmith.client.deadlines import Limit
 from tinsmith.client.embedded import client_config
 from tinsmith.client.futures import Future, awaited, blocking
 from tinsmith.client.operations import Operations, cancel_sample
 from tinsmith.client.outage import Affected
-from tinsmith.client.polling import late, wait_for_result
+from tinsmith.client.polling import wait_for_result
 from tinsmith.client.progress import ProgressWatch
 from tinsmith.client.retry_config import RetryConfig
 from tinsmith.client.sample_batches import SampleSubmits
@@ -177,7 +178,7 @@ class SamplingClient:
             prompt_alt_tokens_k,
             prompt_logprobs_last_n,
         )
-        return self.holder.submit("sample", self._sample(request))
+        return self.holder.submit("sample", self._sample(request), limit=self._limit("sample"))
 
     sample_async = awaited(sample)
 
@@ -186,7 +187,9 @@ class SamplingClient:
     ) -> Future[list[float | None]]:
         """The logprob of each prompt token given those before it; None for the first."""
         request = self._request(prompt, 1, SamplingParams(max_tokens=1), True, 0, 0, None, 0, prompt_logprobs_last_n)
-        return self.holder.submit("compute_logprobs", self._prompt_logprobs(request))
+        return self.holder.submit(
+            "compute_logprobs", self._prompt_logprobs(request), limit=self._limit("compute_logprobs")
+        )
 
     compute_logprobs_async = awaited(compute_logprobs)
 
@@ -195,7 +198,7 @@ class SamplingClient:
     ) -> AsyncIterator[SampledTokens]:
         """Tokens as they are drawn; to be iterated with `async for`. Servers without streaming refuse it at once."""
         request = self._request(prompt, num_samples, sampling_params, False, 0, 0, None, 0, None)
-        return stream_sample(self.holder, request, self._take_number)
+        return stream_sample(self.holder, request, self._take_number, self._limit("sample_stream"))
 
     def _get_base_model(self) -> Future[str]:
         """The name of the base model behind this sampler."""
@@ -233,6 +236,9 @@ class SamplingClient:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._state(),)
+
+    def _limit(self, name: str) -> Limit | None:
+        return self.holder.limit(name, self.sampling_session_id)
 
     def _state(self) -> SamplerState:
         retry = {name: getattr(self._retry, name) for name in PORTABLE_RETRY}
@@ -350,7 +356,7 @@ class SamplingClient:
             what = f"sample of {self.sampling_session_id}"
             observer = holder.queue_observer(what) if holder.queue_observer is not None else None
             submitted = time.monotonic()
-            told = await self._wait_with_others(promise.request_id, what)
+            told = await self._wait_with_others(promise.request_id)
             response: SampleResponse = await wait_for_result(
                 connection,
                 ASAMPLE,
@@ -360,7 +366,6 @@ class SamplingClient:
                 observer=observer,
                 metadata_first=not told.is_done,
                 submit_s=submitted - started,
-                since=submitted,
                 answer=told.answer,
             )
             if self._poller is not None and told.answer is None:
@@ -375,18 +380,14 @@ class SamplingClient:
         _check_response(request, response)
         return _with_ids(response, promise.sample_sequence_ids)
 
-    async def _wait_with_others(self, request_id: str, what: str) -> Told:
+    async def _wait_with_others(self, request_id: str) -> Told:
         """Wait for a sample by the poll that all of this sampler share, where the server has it."""
         connection = self.holder.connection
         if not connection.server.sample_use_retrieve_futures:
             return Told(False)
         if self._poller is None:
             self._poller = SamplingSessionPoller(connection, self.sampling_session_id, self._clone, self.holder.outage)
-        try:
-            async with asyncio.timeout(connection.config.result_deadline_s):
-                return await self._poller.wait(request_id)
-        except TimeoutError:
-            raise late(connection, what) from None
+        return await self._poller.wait(request_id)
 
     async def _submit(self, body: bytes, size: int) -> Any:
         """Submit; "too many" makes all samplers of this server and key pause, then the same number goes again."""

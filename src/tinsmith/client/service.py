@@ -125,6 +125,7 @@ class ServiceClient:
         return self._holder.submit(
             "create_model",
             self._create_model(base_model, lora, user_metadata, optimizer, self._holder.session.models.take()),
+            limit=self._holder.limit("create_model", base_model),
         )
 
     create_lora_training_client = blocking(_create_lora)
@@ -202,7 +203,9 @@ class ServiceClient:
             answer = await self._holder.run(CREATE_CUSTOM_LOSS, request, what=f"create_custom_loss {traced.name}")
             return dataclasses.replace(handle, loss_id=answer.loss_id)
 
-        return self._holder.submit("create_custom_loss", run())
+        return self._holder.submit(
+            "create_custom_loss", run(), limit=self._holder.limit("create_custom_loss", traced.name)
+        )
 
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
@@ -369,4 +372,5 @@ class ServiceClient:
                 return await create_by_loading()
             return await create_then_load()
 
-        return self._holder.submit("create_training_client_from_state", run())
+        name = "create_training_client_from_state"
+        return self._holder.submit(name, run(), limit=self._holder.limit(name, path))

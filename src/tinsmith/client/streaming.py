@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from tinsmith.client.deadlines import Limit
 from tinsmith.client.operations import Operations
 from tinsmith.errors import RequestFailedError, RequestInfo, TinkerError, WireError
 from tinsmith.transport.base import HttpRequest, Purpose
@@ -20,6 +21,7 @@ from tinsmith.wire.sampling import SampleRequest
 
 STREAM_PATH = "/tinsmith/v1/sample_stream"
 MAX_ERROR_BYTES = 64 * 1024
+MAX_STREAM_S = 24 * 3600.0
 BUFFERED_EVENTS = 256
 """How far the server may be ahead of the consumer."""
 
@@ -35,7 +37,7 @@ class SampledTokens:
 
 
 async def stream_sample(
-    holder: Operations, request: SampleRequest, take_number: Callable[[], Awaitable[int]]
+    holder: Operations, request: SampleRequest, take_number: Callable[[], Awaitable[int]], limit: Limit | None
 ) -> AsyncIterator[SampledTokens]:
     """Pieces of the samples in the order they arrive. Leaving the loop early cancels the request on the server."""
     pieces: deque[SampledTokens | BaseException | None] = deque()
@@ -53,7 +55,7 @@ async def stream_sample(
                 await asyncio.sleep(0.005)
             put(piece)
 
-    pumping = holder.submit("sample_stream", pump())
+    pumping = holder.submit("sample_stream", pump(), limit=limit)
     pumping.add_done_callback(lambda done: put(None if done.cancelled() else done.exception()))
     try:
         while True:
@@ -87,7 +89,7 @@ async def _pieces(
         url=url,
         headers=await connection.headers({"content-type": "application/json", "accept": "text/event-stream"}),
         body=body,
-        timeout_s=connection.config.result_deadline_s or 24 * 3600.0,
+        timeout_s=MAX_STREAM_S,
         connect_timeout_s=connection.config.connect_timeout_s,
         purpose=Purpose.SAMPLE,
     )

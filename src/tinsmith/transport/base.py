@@ -63,7 +63,7 @@ class HttpRequest:
     method: str
     url: str
     headers: Mapping[str, str]
-    body: bytes | Multipart | None = None
+    body: bytes | memoryview | Multipart | None = None
     timeout_s: float = 60.0
     """For the whole call: waiting for a connection, sending, redirects, and reading the last byte."""
     connect_timeout_s: float = 5.0
@@ -102,10 +102,11 @@ class HttpRequest:
                 yield piece
         elif self.body:
             for position in range(0, len(self.body), PIECE_BYTES):
-                yield self.body[position : position + PIECE_BYTES]
+                yield bytes(self.body[position : position + PIECE_BYTES])
 
     def __repr__(self) -> str:
-        body = f"{len(self.body)} bytes" if isinstance(self.body, bytes) else repr(self.body)
+        is_plain = isinstance(self.body, (bytes, memoryview))
+        body = f"{self.body_length} bytes" if is_plain else repr(self.body)
         names = ", ".join(self.headers)
         return f"HttpRequest({self.method} {self.shown_url}, headers: {names or 'none'}, body: {body}, {self.purpose})"
 

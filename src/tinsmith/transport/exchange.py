@@ -12,7 +12,7 @@ from collections.abc import Callable
 from tinsmith.errors import TinkerError
 from tinsmith.transport.base import KEEP_ALIVE_S, HttpRequest, HttpResponse, Why
 from tinsmith.transport.http1 import Answer, CutOffError, FormatError, SizeError
-from tinsmith.transport.multipart import PIECE_BYTES
+from tinsmith.transport.multipart import PIECE_BYTES, Multipart
 
 READ_BYTES = 256 * 1024
 
@@ -47,6 +47,7 @@ class Connection(asyncio.BufferedProtocol):
         self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._answer: Answer | None = None
+        self._is_in_place = False
         self._done: asyncio.Future[None] | None = None
         self._sender: asyncio.Task[None] | None = None
         self._room: asyncio.Future[None] | None = None
@@ -102,7 +103,9 @@ class Connection(asyncio.BufferedProtocol):
         self._transport = transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer
+        place = self._answer.place() if self._answer is not None else None
+        self._is_in_place = place is not None
+        return self._buffer if place is None else place
 
     def buffer_updated(self, nbytes: int) -> None:
         done, answer = self._done, self._answer
@@ -113,7 +116,7 @@ class Connection(asyncio.BufferedProtocol):
             answer.can_reuse = False
             return
         try:
-            if answer.feed(self._buffer[:nbytes].tobytes()):
+            if answer.received(nbytes) if self._is_in_place else answer.feed(self._buffer[:nbytes].tobytes()):
                 done.set_result(None)
         except FormatError as error:
             done.set_exception(ExchangeError(Why.NOT_HTTP, error))
@@ -152,11 +155,11 @@ class Connection(asyncio.BufferedProtocol):
             self._transport.write(head + body)
             return
         self._sender = self._loop.create_task(
-            self._send_bytes(body, head) if isinstance(body, bytes) else self._send_pieces(request, head)
+            self._send_pieces(request, head) if isinstance(body, Multipart) else self._send_bytes(body, head)
         )
         self._sender.add_done_callback(self._sending_ended)
 
-    async def _send_bytes(self, body: bytes, head: bytes) -> None:
+    async def _send_bytes(self, body: bytes | memoryview, head: bytes) -> None:
         """A large body, no faster than it is taken."""
         assert self._transport is not None
         self.was_sent = True

@@ -6,6 +6,7 @@ Does not know: sockets, event loops, time, redirects, what a status means to any
 from __future__ import annotations
 
 import functools
+import io
 import re
 import zlib
 from collections.abc import Callable, Mapping
@@ -17,6 +18,9 @@ MAX_HEAD_BYTES = 64 * 1024
 MAX_LINE_BYTES = 4096
 """The line before a chunk: its size, and extensions that nobody uses."""
 ACCEPT_ENCODING = "gzip, deflate"
+IN_PLACE_BYTES = (64 * 1024, 64 * 1024 * 1024)
+"""Bodies of these lengths are received where they will lie. Memory for longer ones is taken as they come: a length is
+easily claimed."""
 
 _PORTS = {"http": 80, "https": 443}
 _CONTROL = re.compile(r"[\x00-\x20\x7f]")
@@ -110,6 +114,7 @@ class Answer:
         "_left",
         "_max_bytes",
         "_parts",
+        "_place",
         "_rest",
         "_size",
         "_step",
@@ -131,6 +136,7 @@ class Answer:
         self._has_body = method != "HEAD"
         self._max_bytes = max_bytes
         self._parts: list[bytes] = []
+        self._place: tuple[io.BytesIO, memoryview] | None = None
         self._rest = b""
         self._size = 0
         self._left = max_bytes
@@ -152,9 +158,25 @@ class Answer:
             self.is_complete = True
         return self.is_complete
 
+    def place(self) -> memoryview | None:
+        """Where to receive what comes next; `received` then says how much came. None: anywhere, for `feed`."""
+        if self._place is None or self.is_complete:
+            return None
+        return self._place[1][-self._left :]
+
+    def received(self, nbytes: int) -> bool:
+        """So much came, and lies in its place already; True: the answer is complete."""
+        self._left -= nbytes
+        self.is_complete = self._left == 0
+        return self.is_complete
+
     def body(self) -> bytes:
         """The whole body, unpacked."""
         parts = self._parts
+        if self._place is not None:
+            buffer, view = self._place
+            view.release()
+            parts = [buffer.getvalue()]  # which is the memory itself, no copy
         body = parts[0] if len(parts) == 1 else b"".join(parts)
         coding = self.headers.get("content-encoding")
         return body if coding is None or not body else _unpacked(body, coding, self._max_bytes)
@@ -217,6 +239,10 @@ class Answer:
                 raise SizeError(self._max_bytes)
             self.is_complete = self._left == 0
             self._step = Answer._read_exactly
+            if IN_PLACE_BYTES[0] <= self._left <= IN_PLACE_BYTES[1]:
+                buffer = io.BytesIO(bytes(self._left))
+                self._place = buffer, buffer.getbuffer()
+                self._step = Answer._read_into_place
         else:
             self.can_reuse = False
             self._step = Answer._read_to_the_end
@@ -227,6 +253,14 @@ class Answer:
         self._left -= len(taken)
         self.is_complete = self._left == 0
         return data[len(taken) :]
+
+    def _read_into_place(self, data: bytes) -> bytes:
+        place = self.place()
+        assert place is not None
+        taken = min(len(data), self._left)
+        place[:taken] = data[:taken]
+        self.received(taken)
+        return data[taken:]
 
     def _read_to_the_end(self, data: bytes) -> bytes:
         self._parts.append(data)

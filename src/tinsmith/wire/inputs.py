@@ -17,8 +17,15 @@ from tinsmith.errors import InvalidInputError, UnknownFieldError, UnknownLossInp
 from tinsmith.wire.chunks import EncodedTextChunk, ModelInputChunk, chunk_from_builtins
 from tinsmith.wire.frozen import Frozen
 from tinsmith.wire.model_methods import ModelField, ModelMethods, check_options
-from tinsmith.wire.numbers import Array, check_ids, is_torch_tensor, torch_to_numpy
-from tinsmith.wire.tensors import TensorData, TensorDtype, sparse_if_smaller, tensor_of, tensors_from_builtins
+from tinsmith.wire.numbers import Array, check_ids, is_torch_tensor, packed_ids, torch_to_numpy
+from tinsmith.wire.tensors import (
+    NUMPY_DTYPES,
+    TensorData,
+    TensorDtype,
+    sparse_if_smaller,
+    tensor_of,
+    tensors_from_builtins,
+)
 
 LossFnInputs: TypeAlias = dict[str, TensorData]
 
@@ -218,6 +225,9 @@ class Datum(Frozen):
         return cls(model_input, inputs)
 
 
+_CHUNKS = get_args(ModelInputChunk)
+
+
 def _chunk(chunk: Any, index: int) -> ModelInputChunk:
     if isinstance(chunk, _CHUNKS):
         return chunk  # type: ignore[no-any-return]
@@ -231,6 +241,8 @@ def _loss_input(key: str, value: Any) -> TensorData:
     where = f"loss_fn_inputs[{key!r}]"
     if not isinstance(key, str):
         raise InvalidInputError(f"{where}: the name of an input is a text", field="loss_fn_inputs")
+    if key == "target_tokens" and (ids := packed_ids(value)) is not None:
+        return TensorData.of_array(ids.astype(NUMPY_DTYPES["int64"]), "int64", [ids.size])
     tensor = _tensor(key, value, where)
     if key == "target_tokens":
         if tensor.dtype != "int64":
@@ -240,6 +252,8 @@ def _loss_input(key: str, value: Any) -> TensorData:
 
 
 def _tensor(key: str, value: Any, where: str) -> TensorData:
+    if type(value) is list and key in LIST_DTYPES:
+        return tensor_of(value, where, LIST_DTYPES[key])
     if isinstance(value, TensorData):
         return value
     if is_torch_tensor(value):

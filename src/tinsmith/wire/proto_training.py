@@ -31,6 +31,7 @@ from tinsmith.wire.protobuf import (
     MAX_ITEMS,
     Field,
     Message,
+    add_tensor,
     as_array,
     as_bytes,
     as_double,
@@ -41,7 +42,6 @@ from tinsmith.wire.protobuf import (
     read_entry,
     read_fields,
     read_tensor,
-    tensor_message,
 )
 from tinsmith.wire.tensors import TensorData
 from tinsmith.wire.training import (
@@ -131,7 +131,7 @@ def _datum_message(datum: Datum) -> Message:
     for i, chunk in enumerate(datum.model_input.chunks):
         message.message(1, _chunk_message(chunk, i))
     for key, tensor in datum.loss_fn_inputs.items():
-        message.entry(2, key, tensor_message(tensor))
+        add_tensor(message, 2, key, tensor)
     for span in datum.model_input_spans or ():
         message.message(3, _span_message(span))
     for span in datum.loss_fn_input_spans or ():

@@ -307,6 +307,33 @@ def _plain_tail(dtype_number: int, count: int) -> bytes:
     return message.encode()
 
 
+def add_tensor(message: Message, number: int, key: str, tensor: TensorData) -> None:
+    """A map entry whose value is a Tensor message."""
+    if tensor.is_sparse:
+        message.entry(number, key, tensor_message(tensor))
+        return
+    values = array_bytes(tensor.array, NUMPY_DTYPES[tensor.dtype])
+    before, behind = _around_values(number, key, tensor.dtype, tuple(tensor.shape or ()), len(values))
+    message.parts += (before, values, behind)
+    message.size += len(before) + len(values) + len(behind)
+
+
+@lru_cache(maxsize=4096)
+def _around_values(
+    number: int, key: str, dtype: TensorDtype, shape: tuple[int, ...], size_bytes: int
+) -> tuple[bytes, bytes]:
+    """What stands before and behind the values of a tensor in a map; remembered, because shapes repeat."""
+    tensor, behind, entry, message = Message(), Message(), Message(), Message()
+    behind.number(3, DTYPE_NUMBERS[dtype])
+    behind.packed(4, list(shape))
+    tensor.add(_ONE_BYTE[1 << 3 | BYTES] + varint(size_bytes))
+    tensor.size += size_bytes + behind.size
+    entry.text(1, key)
+    entry.message(2, tensor)
+    message.message(number, entry)
+    return message.encode(), behind.encode()
+
+
 def read_tensor(data: memoryview, where: str) -> TensorData:
     """A tensor whose values are a view of `data`. No shape means one dimension."""
     plain = _plain_tensor(data)

@@ -14,7 +14,7 @@ _SLICE_BYTES = 256
 """Input fed at a time when a frame does not state its size: one slice unfolds to 8 MiB at the very most."""
 
 
-def compress(body: bytes) -> bytes:
+def compress(body: bytes | memoryview) -> bytes:
     """One frame that states its content size."""
     return zstandard.ZstdCompressor(level=LEVEL, write_content_size=True).compress(body)
 
