@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-
-import msgspec
+from dataclasses import dataclass
 
 from tinsmith.engine.base import Done, SaveState
 from tinsmith.server.work import Work
@@ -14,48 +13,68 @@ from tinsmith.store.rows import UsageRow
 HOUR_S = 3600
 
 
-COUNTED = ("training", "prefill", "prefill_cached", "sampled", "checkpoints", "device_us", "jobs")
-"""Columns that add up over jobs."""
+@dataclass(slots=True)
+class _Total:
+    """What jobs of the same kind have used together."""
+
+    request_id: str
+    """Of the first of them."""
+    training: int = 0
+    prefill: int = 0
+    prefill_cached: int = 0
+    sampled: int = 0
+    checkpoints: int = 0
+    device_s: float = 0.0
+    jobs: int = 0
+
+    def add(self, work: Work, done: Done) -> None:
+        usage = done.usage
+        self.training += usage.training
+        self.prefill += usage.prefill
+        self.prefill_cached += usage.prefill_cached
+        self.sampled += usage.sampled
+        self.checkpoints += isinstance(work.job, SaveState) and work.context.get("sampler_id") is None
+        self.device_s += done.device_s
+        self.jobs += 1
 
 
 def usage_statements(ended: Iterable[tuple[Work, Done]], now: float) -> list[Statement]:
-    """The usage of jobs whose results are written together, in as few rows as it needs.
+    """The tokens, device time and checkpoints of jobs whose results are written together, in as few rows as they need.
 
     A row counts while its first job is still queued. All are written in one piece, and a job's state after its usage:
     what was written before, by a write that seemed to fail, is not counted again.
     """
-    sums: dict[tuple[object, ...], tuple[str, UsageRow]] = {}
+    totals: dict[tuple[str, str, str, str, str, str], _Total] = {}
     for work, done in ended:
-        row = job_usage(work, done, now)
-        key = (row.org_id, row.user_id, row.project_id, row.session_id, row.base_model, row.run_id)
-        first, known = sums.get(key, (work.row.request_id, None))
-        sums[key] = (first, row if known is None else _sum(known, row))
-    return [statement("add_job_usage", row, request_id=first) for first, row in sums.values()]
+        row = work.row
+        project_id = work.context.get("project_id") or ""
+        key = (row.org_id, row.user_id, project_id, row.session_id, work.job.base_model, run_of(work))
+        total = totals.get(key)
+        if total is None:
+            total = totals[key] = _Total(row.request_id)
+        total.add(work, done)
+    return [_counted(key, total, now) for key, total in totals.items()]
 
 
-def _sum(one: UsageRow, other: UsageRow) -> UsageRow:
-    totals = {name: getattr(one, name) + getattr(other, name) for name in COUNTED}
-    return msgspec.structs.replace(one, **totals)
-
-
-def job_usage(work: Work, done: Done, now: float) -> UsageRow:
-    """The tokens and device time of a finished job, and the checkpoint if it made one."""
-    return UsageRow(
+def _counted(key: tuple[str, str, str, str, str, str], total: _Total, now: float) -> Statement:
+    org_id, user_id, project_id, session_id, base_model, run_id = key
+    row = UsageRow(
         hour=hour_of(now),
-        org_id=work.row.org_id,
-        user_id=work.row.user_id,
-        project_id=work.context.get("project_id") or "",
-        session_id=work.row.session_id,
-        base_model=work.job.base_model,
-        run_id=run_of(work),
-        training=done.usage.training,
-        prefill=done.usage.prefill,
-        prefill_cached=done.usage.prefill_cached,
-        sampled=done.usage.sampled,
-        checkpoints=int(isinstance(work.job, SaveState) and work.context.get("sampler_id") is None),
-        device_us=round(done.device_s * 1e6),
-        jobs=1,
+        org_id=org_id,
+        user_id=user_id,
+        project_id=project_id,
+        session_id=session_id,
+        base_model=base_model,
+        run_id=run_id,
+        training=total.training,
+        prefill=total.prefill,
+        prefill_cached=total.prefill_cached,
+        sampled=total.sampled,
+        checkpoints=total.checkpoints,
+        device_us=round(total.device_s * 1e6),
+        jobs=total.jobs,
     )
+    return statement("add_job_usage", row, request_id=total.request_id)
 
 
 def run_of(work: Work) -> str:
