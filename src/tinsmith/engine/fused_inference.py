@@ -44,12 +44,10 @@ NOTE = "kernels.txt"
 
 def inference_decoder(decoder: Decoder) -> InferenceDecoder:
     """The fastest decoder for sampling that this machine has."""
-    if not can_pack(decoder.device, decoder.dtype) or decoder.config.head_dim % HEAD_MULTIPLE:
-        return InferenceDecoder(decoder)
-    if not can_compile():
-        logger.warning("numba is missing, or knows no fast product here: sampling is slower than it could be")
-        return InferenceDecoder(decoder)
-    return FusedDecoder(decoder)
+    can_fuse = can_pack(decoder.device, decoder.dtype) and can_compile()
+    return (
+        FusedDecoder(decoder) if can_fuse and not decoder.config.head_dim % HEAD_MULTIPLE else InferenceDecoder(decoder)
+    )
 
 
 def compile_kernels(decoder: InferenceDecoder, cache: BlockCache, cache_dir: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import embedding, silu
 
 from tinsmith.engine.block_attention import BlockAttention, BlockCache, NewTokens
-from tinsmith.engine.models.decoder import Attend, Decoder, Layer, Linear, rms_norm
+from tinsmith.engine.models.decoder import Attend, Decoder, Layer, rms_norm
 from tinsmith.engine.packed_linear import Product, weight_product
 from tinsmith.engine.row_adapters import LM_HEAD, NO_ADAPTERS, RowAdapters
 
@@ -127,7 +127,4 @@ def _rotated(x_THC: torch.Tensor, cos_T1C: torch.Tensor, sin_T1C: torch.Tensor) 
 
 
 def _prepared(layer: Layer) -> _Layer:
-    def packed(module: Linear) -> Product:
-        return module.product
-
-    return _Layer(layer, packed(layer.qkv), packed(layer.output), packed(layer.gate_up), packed(layer.down))
+    return _Layer(layer, layer.qkv.product, layer.output.product, layer.gate_up.product, layer.down.product)

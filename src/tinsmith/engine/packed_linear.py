@@ -11,12 +11,14 @@ Shapes: T rows, D inputs, E outputs.
 from __future__ import annotations
 
 import functools
-import importlib.util
+import logging
 from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
 from torch.nn.functional import linear
+
+logger = logging.getLogger(__name__)
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """x_TD -> x_TD W^T + b, as y_TE."""
@@ -33,10 +35,11 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 @functools.cache
 def can_compile() -> bool:
     """Whether kernels can be compiled for this processor."""
-    if importlib.util.find_spec("numba") is None:
+    try:
+        from tinsmith.engine.cpu_product import can_multiply
+    except ImportError as error:
+        logger.warning("no kernels can be compiled, so the engine is slower than it could be: %s", error)
         return False
-    from tinsmith.engine.cpu_product import can_multiply
-
     return can_multiply()
 
 

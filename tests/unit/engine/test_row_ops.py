@@ -118,3 +118,11 @@ print(torch.get_num_threads(), get_num_threads())
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     most = min(threads, os.cpu_count() or 1)
     assert done.stdout.splitlines() == [f"{threads} {most}", f"{threads} 1"]
+
+
+def test_a_numba_that_cannot_be_loaded_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "tinsmith.engine.cpu_product", None)
+    assert not can_compile.__wrapped__()
+    assert "no kernels can be compiled" in caplog.text

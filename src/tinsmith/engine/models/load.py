@@ -96,8 +96,16 @@ def has_plenty(config: ModelConfig, dtype: torch.dtype) -> bool:
 
     By what is built in, not by what is free: which products are used must not change from start to start.
     """
-    weights = config.parameter_count() * dtype.itemsize
-    return 8 * weights <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    built_in = physical_bytes()
+    return built_in is not None and 8 * config.parameter_count() * dtype.itemsize <= built_in
+
+
+def physical_bytes() -> int | None:
+    """The machine's memory; None where it cannot be told."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
 
 
 def available_bytes(device: torch.device | str) -> int | None:
@@ -110,10 +118,7 @@ def available_bytes(device: torch.device | str) -> int | None:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):
-        return None
+    return physical_bytes()
 
 
 def _check_fits(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:
