@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,9 @@ from tinsmith.server.sockets import MAX_HEAD_BYTES, TimedHttpProtocol
 
 
 class Hasty(TimedHttpProtocol):
-    """Waits a little only."""
+    """Waits a little only, and longer than a busy machine needs between two pieces of a test."""
 
-    head_s = 0.1
+    head_s = 0.5
 
 
 @asynccontextmanager
@@ -83,9 +83,12 @@ def test_a_hundred_slow_clients_do_not_keep_others_out(tmp_path: Path) -> None:
             writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
             assert await answer_of(reader) == (200, {"status": "ok"})
             for read, write in [*slow, (reader, writer)]:
-                await asyncio.wait_for(read.read(), 20)
+                # One that wrote while it was being let go sees a reset instead of the end.
+                with suppress(ConnectionResetError):
+                    await asyncio.wait_for(read.read(), 20)
                 write.close()
-                await write.wait_closed()
+                with suppress(ConnectionResetError):
+                    await write.wait_closed()
 
     run(scenario())
 
