@@ -1,25 +1,27 @@
 """The decoder's layers forward and backward for training an adapter, without the overhead of a recorded graph.
 
 Owns: which activations are kept and which are computed again, and the gradients of A and B. The base is frozen: only
-gradients with respect to activations pass through it. Attention alone uses autograd.
+gradients with respect to activations pass through it.
 Does not know: logits, losses, requests. (Compared with autograd through `Decoder.hidden` in tests/unit/engine.)
 
-Shapes: T tokens, D inputs, E outputs, H query heads, K key/value heads, C head dim, I intermediate, R rank, G modules
-of a group.
+Shapes: T tokens, D inputs, E outputs or heads of queries, keys and values, H of them without the values, K key/value
+heads, C head dim, I intermediate, R rank, G modules of a group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import embedding, linear
 
 from tinsmith.engine.lora import GROUPS, LoraAdapter, LoraGroup, LoraGroups
-from tinsmith.engine.models.attention import PackedAttention
+from tinsmith.engine.models.attention import positions_of
 from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.models.decoder import Decoder, Layer, Linear
 from tinsmith.engine.row_ops import norm_backward, norm_scale, row_ops
+from tinsmith.engine.training_attention import Attended, training_attention
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 
@@ -30,10 +32,9 @@ class _LayerTape:
 
     x_TD: torch.Tensor
     x_scale_T1: torch.Tensor
-    heads_THC: torch.Tensor | None
-    """Queries and keys before their norm, for models that have one."""
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    attended_THC: torch.Tensor
+    raw_TEC: torch.Tensor | None
+    """Queries, keys and values before the norm, for models that have one."""
+    attended: Attended
     middle_TD: torch.Tensor
     middle_scale_T1: torch.Tensor
     gate_up_TE: torch.Tensor
@@ -42,7 +43,7 @@ class _LayerTape:
 
 
 class TrainingPass:
-    """One packed batch: `forward`, then once `backward`.
+    """One packed batch of sequences of the given lengths: `forward`, then once `backward`.
 
     Without `is_recording` nothing is kept and there is no backward. With `is_checkpointed` only the input of each layer
     is kept, and the layer runs again on the way back.
@@ -52,14 +53,15 @@ class TrainingPass:
         self,
         decoder: Decoder,
         adapter: LoraAdapter,
-        attention: PackedAttention,
+        lengths: Sequence[int],
         *,
         is_recording: bool = True,
         is_checkpointed: bool = False,
     ) -> None:
         self._decoder = decoder
         self._adapter = adapter
-        self._attention = attention
+        self._lengths = tuple(lengths)
+        self._attention = training_attention(decoder.config, self._lengths, decoder.device, decoder.dtype)
         self._rows = row_ops(decoder.device, decoder.dtype)
         self._is_checkpointed = is_checkpointed
         self._is_recording = is_recording and any(layer is not None for layer, _ in adapter.groups)
@@ -71,7 +73,7 @@ class TrainingPass:
     def forward(self, tokens_T: torch.Tensor) -> torch.Tensor:
         """hidden_TD after the final norm."""
         decoder = self._decoder
-        self._angles = decoder.rope.angles(self._attention.positions(decoder.device))
+        self._angles = decoder.rope.angles(positions_of(self._lengths, decoder.device))
         x_TD = embedding(tokens_T, decoder.embedding_VD)
         for index in range(len(decoder.layers)):
             before_TD = x_TD
@@ -101,18 +103,15 @@ class TrainingPass:
         lows: dict[str, torch.Tensor] = {}
         normed_TD, x_scale_T1 = self._rows.norm(x_TD, layer.input_norm_D, eps)
         stacked_TE = self._project(index, "qkv", layer.qkv, normed_TD, lows)
-        heads_THC, qkv = self._heads(index, layer, stacked_TE)
-        with torch.set_grad_enabled(needs_graph):
-            for part in qkv:
-                part.requires_grad_(needs_graph)
-            attended_THC = self._attention(index, *qkv)
-        output_TD = self._project(index, "output", layer.output, attended_THC.detach().flatten(1), lows)
+        raw_TEC, qkv_TEC = self._heads(index, layer, stacked_TE)
+        attended = self._attention.forward(index, qkv_TEC, needs_graph)
+        output_TD = self._project(index, "output", layer.output, attended.out_THC.flatten(1), lows)
         middle_TD = output_TD.add_(x_TD)
         normed_TD, middle_scale_T1 = self._rows.norm(middle_TD, layer.mlp_norm_D, eps)
         gate_up_TE = self._project(index, "gate_up", layer.gate_up, normed_TD, lows)
         active_TI = self._rows.gate(gate_up_TE)
         out_TD = self._project(index, "down", layer.down, active_TI, lows).add_(middle_TD)
-        tape = _LayerTape(x_TD, x_scale_T1, heads_THC, qkv, attended_THC, middle_TD, middle_scale_T1, gate_up_TE, lows)
+        tape = _LayerTape(x_TD, x_scale_T1, raw_TEC, attended, middle_TD, middle_scale_T1, gate_up_TE, lows)
         return out_TD, tape
 
     def _project(
@@ -127,24 +126,19 @@ class TrainingPass:
         _add_up(y_TE, low_TR, group, self._adapter.scale)
         return y_TE
 
-    def _heads(
-        self, index: int, layer: Layer, stacked_TE: torch.Tensor
-    ) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Normed and rotated queries and keys, and values; with the queries and keys before that, if normed."""
+    def _heads(self, index: int, layer: Layer, stacked_TE: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """Normed and rotated queries and keys beside the values; and what they were before, if normed."""
         config = self._decoder.config
-        stacked_THC = stacked_TE.view(len(stacked_TE), -1, config.head_dim)
-        heads_THC, v_TKC = stacked_THC[:, : -config.num_kv_heads], stacked_THC[:, -config.num_kv_heads :]
-        raw_THC = None
+        qkv_TEC, raw_TEC = stacked_TE.view(len(stacked_TE), -1, config.head_dim), None
         norm_HC = self._head_norm(layer)
         if norm_HC is not None:
-            raw_THC = heads_THC
-            heads_THC = heads_THC * norm_scale(heads_THC, config.norm_eps) * norm_HC
+            raw_TEC = qkv_TEC
+            heads_THC, v_TKC = raw_TEC[:, : -config.num_kv_heads], raw_TEC[:, -config.num_kv_heads :]
+            qkv_TEC = torch.cat((heads_THC * norm_scale(heads_THC, config.norm_eps) * norm_HC, v_TKC), dim=1)
         if config.has_rope(index):
             assert self._angles is not None
-            heads_THC = self._rows.turn(heads_THC, *self._angles)
-            v_TKC = v_TKC.clone() if raw_THC is None else v_TKC  # a view would keep the queries and keys of before
-        q_THC, k_TKC = heads_THC[:, : config.num_heads], heads_THC[:, config.num_heads :]
-        return raw_THC, (q_THC.detach(), k_TKC.detach(), v_TKC.detach())
+            qkv_TEC = self._rows.turn(qkv_TEC, config.num_heads + config.num_kv_heads, *self._angles)
+        return raw_TEC, qkv_TEC
 
     def _head_norm(self, layer: Layer) -> torch.Tensor | None:
         """The norm weights of all query and key heads below each other."""
@@ -157,10 +151,10 @@ class TrainingPass:
     def _layer_backward(self, index: int, tape: _LayerTape, grad_TD: torch.Tensor, grads: LoraGroups) -> torch.Tensor:
         layer = self._decoder.layers[index]
         grad_TD = self._mlp_backward(index, layer, tape, grad_TD, grads)
-        attended_TE = tape.attended_THC.detach().flatten(1)
-        grad_TE = self._linear_backward(index, "output", layer.output, attended_TE, grad_TD, tape, grads)
-        grad_qkv = torch.autograd.grad(tape.attended_THC, tape.qkv, grad_TE.view(tape.attended_THC.shape))
-        stacked_TE = self._heads_backward(index, layer, tape, grad_qkv)
+        out_THC = tape.attended.out_THC
+        grad_TE = self._linear_backward(index, "output", layer.output, out_THC.flatten(1), grad_TD, tape, grads)
+        qkv_grad_TEC = self._attention.backward(tape.attended, grad_TE.view(out_THC.shape))
+        stacked_TE = self._heads_backward(index, layer, tape, qkv_grad_TEC)
         normed_TD = self._rows.scaled(tape.x_TD, tape.x_scale_T1, layer.input_norm_D)
         normed_grad_TD = self._linear_backward(index, "qkv", layer.qkv, normed_TD, stacked_TE, tape, grads)
         return self._rows.norm_back(normed_grad_TD, tape.x_TD, tape.x_scale_T1, layer.input_norm_D, grad_TD)
@@ -193,21 +187,21 @@ class TrainingPass:
             x_grad_TD.addmm_(low_grad_TR, group.A_GRD.to(low_grad_TR.dtype))
         return x_grad_TD
 
-    def _heads_backward(
-        self, index: int, layer: Layer, tape: _LayerTape, grads: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
-        """From gradients of queries, keys and values to that of the stacked projection."""
+    def _heads_backward(self, index: int, layer: Layer, tape: _LayerTape, grad_TEC: torch.Tensor) -> torch.Tensor:
+        """From the gradient at normed and rotated queries, keys and values to that of the stacked projection."""
         config = self._decoder.config
-        heads_THC = torch.cat(grads[:2], dim=1)
         if config.has_rope(index):
             assert self._angles is not None
-            heads_THC = self._rows.turn(heads_THC, self._angles[0], -self._angles[1])
+            cos_T1F, sin_T1F = self._angles
+            grad_TEC = self._rows.turn(grad_TEC, config.num_heads + config.num_kv_heads, cos_T1F, -sin_T1F)
         norm_HC = self._head_norm(layer)
         if norm_HC is not None:
-            assert tape.heads_THC is not None
-            scale_TH1 = norm_scale(tape.heads_THC, config.norm_eps)
-            heads_THC = norm_backward(heads_THC, tape.heads_THC, scale_TH1, norm_HC)
-        return torch.cat((heads_THC, grads[2]), dim=1).flatten(1)
+            assert tape.raw_TEC is not None
+            heads_THC = tape.raw_TEC[:, : -config.num_kv_heads]
+            scale_TH1 = norm_scale(heads_THC, config.norm_eps)
+            through_THC = norm_backward(grad_TEC[:, : -config.num_kv_heads], heads_THC, scale_TH1, norm_HC)
+            grad_TEC = torch.cat((through_THC, grad_TEC[:, -config.num_kv_heads :]), dim=1)
+        return grad_TEC.flatten(1)
 
 
 def recorded_bytes(config: ModelConfig, rank: int, dtype: torch.dtype) -> int:

@@ -28,10 +28,10 @@ from numba.extending import intrinsic
 Floats: TypeAlias = npt.NDArray[np.float32]
 Integers: TypeAlias = npt.NDArray[np.int64]
 
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
+FAST = {"reassoc", "contract", "nsz", "arcp"}
 """Sums may be split over vector lanes, always in the same way; infinities and NaN keep their meaning."""
 
-compiled = functools.partial(njit, cache=True, parallel=True, fastmath=_FAST, error_model="numpy")
+compiled = functools.partial(njit, cache=True, parallel=True, fastmath=FAST, error_model="numpy")
 
 
 @intrinsic

@@ -28,6 +28,7 @@ from tinsmith.engine.models.decoder import Decoder, Layer
 from tinsmith.engine.packed_linear import can_compile, can_pack
 from tinsmith.engine.row_adapters import NO_ADAPTERS, RowAdapters
 from tinsmith.engine.row_ops import compile_rows
+from tinsmith.engine.training_attention import compile_attention
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ Integers = npt.NDArray[np.int64]
 
 HEAD_MULTIPLE = 8
 """What the kernels need a head dim to be a multiple of."""
-SOURCES = ("cpu_kernels.py", "cpu_product.py", "row_kernels.py")
+SOURCES = ("cpu_kernels.py", "cpu_product.py", "cpu_tiles.py", "row_kernels.py", "attention_kernels.py")
 """Files with kernels."""
 NOTE = "kernels.txt"
 """In the cache directory: for which machine and versions the kernels were compiled last."""
@@ -67,6 +68,7 @@ def compile_kernels(decoder: InferenceDecoder, cache: BlockCache, cache_dir: Pat
         zero_T = torch.zeros(1, dtype=torch.int64)
         decoder.unembed(decoder.hidden_cached(zero_T, zero_T, cache, [NewTokens(0, 0, 1, [0])]))
     compile_rows()
+    compile_attention(decoder.config)
     cache_dir.mkdir(parents=True, exist_ok=True)
     with note.open("a") as lines:
         lines.write(f"{wanted}\n")

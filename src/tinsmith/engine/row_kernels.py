@@ -64,9 +64,9 @@ def gate_back(active_grad_TI: Floats, gate_up_TE: Floats, out_TE: Floats) -> Non
 
 
 @compiled()
-def turn(x_THC: Floats, cos_T1F: Floats, sin_T1F: Floats, out_THC: Floats) -> None:
-    """Each head's first and second half turned against each other by its token's angles."""
-    rows, heads, head_dim = x_THC.shape
+def turn(x_THC: Floats, heads: int, cos_T1F: Floats, sin_T1F: Floats, out_THC: Floats) -> None:
+    """The two halves of each of the first heads turned against each other by their token's angles."""
+    rows, all_heads, head_dim = x_THC.shape
     half = head_dim // 2
     for t in prange(rows):
         for h in range(heads):
@@ -74,3 +74,6 @@ def turn(x_THC: Floats, cos_T1F: Floats, sin_T1F: Floats, out_THC: Floats) -> No
                 first, second = x_THC[t, h, f], x_THC[t, h, half + f]
                 out_THC[t, h, f] = first * cos_T1F[t, 0, f] - second * sin_T1F[t, 0, f]
                 out_THC[t, h, half + f] = second * cos_T1F[t, 0, f] + first * sin_T1F[t, 0, f]
+        for h in range(heads, all_heads):
+            for c in range(head_dim):
+                out_THC[t, h, c] = x_THC[t, h, c]

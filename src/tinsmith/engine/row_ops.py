@@ -49,8 +49,8 @@ class RowOps(Protocol):
         """The gradient at gate_up_TE."""
         ...
 
-    def turn(self, x_THC: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
-        """Each head's first and second half turned against each other."""
+    def turn(self, x_THC: torch.Tensor, heads: int, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
+        """x with the two halves of each of the first `heads` turned against each other."""
         ...
 
 
@@ -65,7 +65,7 @@ def compile_rows() -> None:
     normed_TD, scale_T1 = rows.norm(x_TD, one_D, 1.0)
     rows.norm_back(normed_TD, x_TD, scale_T1, one_D, rows.scaled(x_TD, scale_T1, one_D))
     rows.gate_back(rows.gate(x_TD), x_TD)
-    rows.turn(x_TD.view(1, 1, 8), angle_T1F, angle_T1F)
+    rows.turn(x_TD.view(1, 1, 8), 1, angle_T1F, angle_T1F)
 
 
 class TorchRows:
@@ -101,8 +101,8 @@ class TorchRows:
         torch.ops.aten.silu_backward.grad_input(active_grad_TI * up_TI, gate_TI, grad_input=gate_grad_TI)
         return gate_up_grad_TE
 
-    def turn(self, x_THC: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
-        return rotate(x_THC, cos_T1F, sin_T1F)
+    def turn(self, x_THC: torch.Tensor, heads: int, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
+        return torch.cat((rotate(x_THC[:, :heads], cos_T1F, sin_T1F), x_THC[:, heads:]), dim=1)
 
 
 class CompiledRows:
@@ -156,11 +156,11 @@ class CompiledRows:
         self._kernels.gate_back(active_grad_TI.contiguous().numpy(), gate_up_TE.numpy(), out_TE.numpy())
         return out_TE
 
-    def turn(self, x_THC: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
+    def turn(self, x_THC: torch.Tensor, heads: int, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
         x_THC = x_THC.contiguous()
         self._use_threads(x_THC.numel())
         out_THC = torch.empty_like(x_THC)
-        self._kernels.turn(x_THC.numpy(), cos_T1F.numpy(), sin_T1F.numpy(), out_THC.numpy())
+        self._kernels.turn(x_THC.numpy(), heads, cos_T1F.numpy(), sin_T1F.numpy(), out_THC.numpy())
         return out_THC
 
 

@@ -19,7 +19,6 @@ import torch
 from tinsmith.engine.backprop import TrainingPass
 from tinsmith.engine.lora import LoraAdapter, LoraGroups
 from tinsmith.engine.losses import LOSSES, Evaluation, Loss, MetricTotals, evaluate
-from tinsmith.engine.models.attention import PackedAttention
 from tinsmith.engine.models.decoder import Decoder
 from tinsmith.engine.packing import pack
 from tinsmith.engine.unembedding import Unembedding
@@ -174,7 +173,7 @@ class _RequestRun:
         layers = TrainingPass(
             self._decoder,
             self._adapter,
-            PackedAttention(self._decoder.config, batch.lengths),
+            batch.lengths,
             is_recording=self.grads is not None,
             is_checkpointed=is_checkpointed,
         )

@@ -93,7 +93,15 @@ def check(made: Any, adapter: LoraAdapter, asked: ForwardBackwardRequest, traine
 @pytest.mark.parametrize("family", ["llama", "smollm", "qwen2", "qwen3", "mistral", "smollm3"])
 @pytest.mark.parametrize("rank", [1, 4])
 def test_gradients_equal_autograd_in_float64(family: str, rank: int, tiny: Callable[..., Any]) -> None:
-    made = tiny(family, **({"sliding_window": 5} if family == "mistral" else {}))
+    check_family(family, rank, tiny(family, **({"sliding_window": 5} if family == "mistral" else {})))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "smollm3"])
+def test_heads_that_have_kernels_do_so_too(family: str, tiny: Callable[..., Any]) -> None:
+    check_family(family, 2, tiny(family, head_dim=32, **({"sliding_window": 5} if family == "mistral" else {})))
+
+
+def check_family(family: str, rank: int, made: Any) -> None:
     adapter = randomized(LoraAdapter(made.decoder.config, rank, seed=rank, **ALL))
     check(made, adapter, request(make_data([9, 3, 17, 1, 6], seed=rank)), Trainer(made.decoder, micro_batch_tokens=16))
 
@@ -177,16 +185,17 @@ def test_what_a_pass_keeps_is_known_before(family: str, tiny: Callable[..., Any]
         return tensor
 
     adapter = randomized(LoraAdapter(decoder.config, 4, seed=0))
-    layers = TrainingPass(decoder, adapter, PackedAttention(decoder.config, [30, 34]))
+    layers = TrainingPass(decoder, adapter, [30, 34])
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         layers.forward(torch.arange(64))
     for tape in layers._tapes:
         assert not isinstance(tape, torch.Tensor)
-        for slot in tape.__slots__:
-            value = getattr(tape, slot)
-            for tensor in value.values() if isinstance(value, dict) else value if isinstance(value, tuple) else [value]:
-                if tensor is not None:
+        attended = tape.attended
+        for value in (*(getattr(tape, slot) for slot in tape.__slots__), *attended.inputs, attended.memo):
+            for tensor in value.values() if isinstance(value, dict) else [value]:
+                if isinstance(tensor, torch.Tensor):
                     note(tensor)
+        note(attended.out_THC)
     told = 64 * recorded_bytes(decoder.config, 4, torch.float32)
     assert 0.8 * told <= sum(kept.values()) <= told
 

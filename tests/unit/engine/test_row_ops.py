@@ -58,7 +58,9 @@ def test_a_gate_and_its_gradient(kind: type[RowOps]) -> None:
 def test_a_turn_is_the_models(kind: type[RowOps]) -> None:
     x, angles = wide(5, 3, 16).float(), wide(5, 1, 8).float()
     part = x[:, 1:]  # as queries and keys lie beside values
-    assert torch.allclose(kind().turn(part, angles.cos(), angles.sin()), rotate(part, angles.cos(), angles.sin()))
+    turned = kind().turn(part, 1, angles.cos(), angles.sin())
+    assert torch.allclose(turned[:, :1], rotate(part[:, :1], angles.cos(), angles.sin()))
+    assert torch.equal(turned[:, 1:], part[:, 1:])
 
 
 def test_kernels_are_taken_on_a_cpu_in_float32_only() -> None:

@@ -14,7 +14,7 @@ from tinsmith.engine.models.config import ModelConfig
 
 
 class PackedAttention:
-    """The `attend` of training: sequences of the given lengths lie one after another."""
+    """The `attend` of sequences of the given lengths that lie one after another."""
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
         self._config = config
@@ -30,8 +30,12 @@ class PackedAttention:
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
     def positions(self, device: torch.device) -> torch.Tensor:
-        """positions_T: each sequence counts from 0."""
-        return torch.cat([torch.arange(length, device=device) for length in self._lengths])
+        return positions_of(self._lengths, device)
+
+
+def positions_of(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """positions_T: each sequence counts from 0."""
+    return torch.cat([torch.arange(length, device=device) for length in lengths])
 
 
 def _causal(q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, window: int | None) -> torch.Tensor:

@@ -1,0 +1,299 @@
+"""Causal attention of packed sequences and its gradients on a CPU, a block of queries at a time.
+
+Owns: the loops, compiled by numba and kept on disk. A block's scores stay in the cache; the backward pass computes them
+again from the logarithm of each row's sum. Heads and sequences are shared out among threads; every result is made by
+one of them, in an order of sums that depends on its sequence alone.
+Does not know: tensors, layers.
+
+Shapes: T tokens of all sequences, S sequences, H query heads, E heads of queries, keys and values beside each other, C
+head dim, Q queries of a block, M keys of a sequence and some more so that tiles fit, N panels of P = PANEL.
+`ld`: the numbers from row to row of [Q, M].
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numba import njit, prange
+
+from tinsmith.engine.cpu_kernels import FAST, Floats, Integers, compiled, exponential
+from tinsmith.engine.cpu_tiles import PANEL, ROWS, strided_tile
+
+BLOCK = math.lcm(PANEL, ROWS) * (2 if PANEL < 32 else 1)
+"""Queries of a block; a block begins at a whole tile and a whole panel."""
+
+_put, _add = strided_tile(is_adding=False), strided_tile(is_adding=True)
+_ONE = np.float32(1)
+
+_inner = {"cache": True, "fastmath": FAST, "error_model": "numpy"}
+# Loops count in unsigned numbers: with signed ones an index might be negative, and the loop is not vectorised.
+
+
+@njit(cache=True, fastmath=FAST | {"nnan"}, error_model="numpy")
+def _largest(x_QM: Floats, row: int, left: int, right: int) -> np.float32:
+    """The largest of a row that has no NaN; if it has one, any number: the exponentials will have it too."""
+    n, top = np.uint64(row), np.float32(-np.inf)
+    for m in range(np.uint64(left), np.uint64(right)):
+        top = x_QM[n, m] if x_QM[n, m] > top else top
+    return top
+
+
+@njit(**_inner)
+def _exponentials(x_QM: Floats, row: int, left: int, right: int, top: np.float32) -> np.float32:
+    """e to the (x - top) in place; returns the sum."""
+    n, total = np.uint64(row), np.float32(0)
+    for m in range(np.uint64(left), np.uint64(right)):
+        weight = exponential(x_QM[n, m] - top)
+        x_QM[n, m] = weight
+        total += weight
+    return total
+
+
+@njit(**_inner)
+def _scale(x_QM: Floats, row: int, left: int, right: int, factor: np.float32) -> None:
+    n = np.uint64(row)
+    for m in range(np.uint64(left), np.uint64(right)):
+        x_QM[n, m] *= factor
+
+
+@njit(**_inner)
+def _clear(x_QM: Floats, row: int, left: int, right: int) -> None:
+    n = np.uint64(row)
+    for m in range(np.uint64(left), np.uint64(right)):
+        x_QM[n, m] = np.float32(0)
+
+
+@njit(**_inner)
+def _softmax_back(
+    scores_QM: Floats, grad_QM: Floats, row: int, left: int, right: int, log_sum: np.float32, along: np.float32
+) -> None:
+    """Scores into weights, and the gradient at weights into that at scores."""
+    n = np.uint64(row)
+    for m in range(np.uint64(left), np.uint64(right)):
+        weight = exponential(scores_QM[n, m] - log_sum)
+        scores_QM[n, m] = weight
+        grad_QM[n, m] = weight * (grad_QM[n, m] - along)
+
+
+@njit(**_inner)
+def _dot(x_QC: Floats, row: int, y_THC: Floats, token: int, head: int) -> np.float32:
+    n, t, h, total = np.uint64(row), np.uint64(token), np.uint64(head), np.float32(0)
+    for c in range(np.uint64(x_QC.shape[1])):
+        total += x_QC[n, c] * y_THC[t, h, c]
+    return total
+
+
+@njit(**_inner)
+def _rows_of(x_THC: Floats, head: int, start: int, count: int, factor: np.float32, out_QC: Floats) -> None:
+    """Some tokens of a head times a factor; the rows below are zero."""
+    h = np.uint64(head)
+    for q in range(np.uint64(count)):
+        t = np.uint64(start) + q
+        for c in range(np.uint64(out_QC.shape[1])):
+            out_QC[q, c] = x_THC[t, h, c] * factor
+    for q in range(np.uint64(count), np.uint64(out_QC.shape[0])):
+        for c in range(np.uint64(out_QC.shape[1])):
+            out_QC[q, c] = np.float32(0)
+
+
+@njit(**_inner)
+def _put_rows(x_QC: Floats, count: int, out_THC: Floats, start: int, head: int) -> None:
+    h = np.uint64(head)
+    for q in range(np.uint64(count)):
+        t = np.uint64(start) + q
+        for c in range(np.uint64(x_QC.shape[1])):
+            out_THC[t, h, c] = x_QC[q, c]
+
+
+@njit(**_inner)
+def _token_panels(x_THC: Floats, head: int, start: int, count: int, out_NCP: Floats) -> None:
+    """Panels of P tokens side by side; tokens that are not there are zero."""
+    h, whole = np.uint64(head), np.uint64(count)
+    for n in range(np.uint64(out_NCP.shape[0])):
+        for p in range(np.uint64(PANEL)):
+            token = n * np.uint64(PANEL) + p
+            t = np.uint64(start) + token
+            for c in range(np.uint64(out_NCP.shape[1])):
+                out_NCP[n, c, p] = x_THC[t, h, c] if token < whole else np.float32(0)
+
+
+@njit(**_inner)
+def _column_panels(x_THC: Floats, head: int, start: int, count: int, factor: np.float32, out_NMP: Floats) -> None:
+    """Panels of P columns, token below token; tokens that are not there are zero."""
+    h = np.uint64(head)
+    for n in range(np.uint64(out_NMP.shape[0])):
+        for m in range(np.uint64(count)):
+            t = np.uint64(start) + m
+            for p in range(np.uint64(PANEL)):
+                out_NMP[n, m, p] = x_THC[t, h, n * np.uint64(PANEL) + p] * factor
+        for m in range(np.uint64(count), np.uint64(out_NMP.shape[1])):
+            for p in range(np.uint64(PANEL)):
+                out_NMP[n, m, p] = np.float32(0)
+
+
+@njit(**_inner)
+def _scores(q: int, C: int, panels: int, low: int, first: int, count: int, out: int, ld: int) -> None:
+    """out = q k^T where a query of the block sees a key, and a little beyond."""
+    for m in range(low, first + count, PANEL):
+        for r in range(max(0, m - first) // ROWS * ROWS, count, ROWS):
+            _put(q + r * C * 4, C, 1, panels + m * C * 4, PANEL, out + (r * ld + m) * 4, ld, C)
+
+
+@njit(**_inner)
+def _sums(
+    weights: int, ld: int, panels: int, C: int, M: int, low: int, first: int, count: int, length: int, out: int
+) -> None:
+    """out = weights v: each query's sum over the keys that it sees."""
+    for c in range(0, C, PANEL):
+        for r in range(0, count, ROWS):
+            depth = min(length, first + r + ROWS) - low
+            values = panels + (c * M + low * PANEL) * 4
+            _put(weights + (r * ld + low) * 4, ld, 1, values, PANEL, out + (r * C + c) * 4, C, depth)
+
+
+@njit(**_inner)
+def _add_to_keys(
+    weights: int, ld: int, panels: int, block: int, C: int, low: int, first: int, count: int, out: int
+) -> None:
+    """out += weights^T x: each key's sum over the queries that see it."""
+    for c in range(0, C, PANEL):
+        for m in range(low, first + count, ROWS):
+            skip = max(0, m - first)
+            x = panels + (c * block + skip * PANEL) * 4
+            _add(weights + (skip * ld + m) * 4, 1, ld, x, PANEL, out + (m * C + c) * 4, C, count - skip)
+
+
+@njit(**_inner)
+def _stride(length: int) -> int:
+    """Numbers from row to row of scores: room for whole tiles, and never a power of two, which caches do not like."""
+    return (length + PANEL + ROWS) // 16 * 16 | 16
+
+
+@njit(**_inner)
+def _whole(length: int, unit: int) -> int:
+    return (length + unit - 1) // unit * unit
+
+
+@njit(**_inner)
+def _first_key(first: int, window: int) -> int:
+    """A key before which no query of the block sees any."""
+    return max(0, first - window + 1) // BLOCK * BLOCK if window else 0
+
+
+@njit(**_inner)
+def _new(rows: int, columns: int, depth: int) -> Floats:
+    return np.empty((rows, columns, depth), np.float32)
+
+
+@njit(**_inner)
+def _forward(
+    qkv_TEC: Floats, start: int, length: int, h: int, window: int, out_THC: Floats, log_sum_TH: Floats
+) -> None:
+    """One head of one sequence."""
+    C, heads = out_THC.shape[2], out_THC.shape[1]
+    kv_heads = (qkv_TEC.shape[1] - heads) // 2
+    key = heads + h // (heads // kv_heads)
+    M, ld, block = _whole(length, PANEL), _stride(length), min(BLOCK, _whole(length, ROWS))
+    softener = np.float32(1 / math.sqrt(C))
+    keys_NCP, values_NMP = _new(M // PANEL, C, PANEL), _new(C // PANEL, M, PANEL)
+    q_QC, out_QC, scores_QM = _new(1, block, C)[0], _new(1, block, C)[0], _new(1, block, ld)[0]
+    _token_panels(qkv_TEC, key, start, length, keys_NCP)
+    _column_panels(qkv_TEC, key + kv_heads, start, length, _ONE, values_NMP)
+    scores = scores_QM.ctypes.data
+    for first in range(0, length, BLOCK):
+        count, low = min(BLOCK, length - first), _first_key(first, window)
+        _rows_of(qkv_TEC, h, start + first, count, softener, q_QC)
+        _scores(q_QC.ctypes.data, C, keys_NCP.ctypes.data, low, first, count, scores, ld)
+        for n in range(count):
+            right = first + n + 1
+            left = max(low, right - window) if window else 0
+            top = _largest(scores_QM, n, left, right)
+            total = _exponentials(scores_QM, n, left, right, top)
+            _scale(scores_QM, n, left, right, _ONE / total)
+            _clear(scores_QM, n, low, left)
+            _clear(scores_QM, n, right, first + n // ROWS * ROWS + ROWS)
+            log_sum_TH[start + first + n, h] = top + math.log(total)
+        _sums(scores, ld, values_NMP.ctypes.data, C, M, low, first, count, length, out_QC.ctypes.data)
+        _put_rows(out_QC, count, out_THC, start + first, h)
+
+
+@njit(**_inner)
+def _backward(
+    qkv_TEC: Floats,
+    start: int,
+    length: int,
+    h: int,
+    window: int,
+    out_THC: Floats,
+    log_sum_TH: Floats,
+    grad_THC: Floats,
+    grad_TEC: Floats,
+    parts_PTHC: Floats,
+) -> None:
+    """One head of one sequence; its part of the gradients of keys and values."""
+    C, heads = out_THC.shape[2], out_THC.shape[1]
+    kv_heads = (qkv_TEC.shape[1] - heads) // 2
+    key = heads + h // (heads // kv_heads)
+    M, ld, tall = _whole(length, PANEL), _stride(length), _whole(length, ROWS)
+    block = min(BLOCK, tall)
+    softener = np.float32(1 / math.sqrt(C))
+    keys_NCP, values_NCP, keys_NMP = _new(M // PANEL, C, PANEL), _new(M // PANEL, C, PANEL), _new(C // PANEL, M, PANEL)
+    _token_panels(qkv_TEC, key, start, length, keys_NCP)
+    _token_panels(qkv_TEC, key + kv_heads, start, length, values_NCP)
+    _column_panels(qkv_TEC, key, start, length, softener, keys_NMP)
+    k_sum_MC, v_sum_MC = np.zeros((tall, C), np.float32), np.zeros((tall, C), np.float32)
+    q_QC, grad_QC, out_QC = _new(1, block, C)[0], _new(1, block, C)[0], _new(1, block, C)[0]
+    q_NQP, grad_NQP = _new(C // PANEL, block, PANEL), _new(C // PANEL, block, PANEL)
+    scores_QM, inner_QM = _new(1, block, ld)[0], _new(1, block, ld)[0]
+    scores, inner = scores_QM.ctypes.data, inner_QM.ctypes.data
+    for first in range(0, length, BLOCK):
+        count, low, token = min(BLOCK, length - first), _first_key(first, window), start + first
+        _rows_of(qkv_TEC, h, token, count, softener, q_QC)
+        _rows_of(grad_THC, h, token, count, _ONE, grad_QC)
+        _column_panels(qkv_TEC, h, token, count, softener, q_NQP)
+        _column_panels(grad_THC, h, token, count, _ONE, grad_NQP)
+        _scores(q_QC.ctypes.data, C, keys_NCP.ctypes.data, low, first, count, scores, ld)
+        _scores(grad_QC.ctypes.data, C, values_NCP.ctypes.data, low, first, count, inner, ld)
+        for n in range(count):
+            right, stop = first + n + 1, first + n // ROWS * ROWS + ROWS
+            left = max(low, right - window) if window else 0
+            along = _dot(grad_QC, n, out_THC, token + n, h)
+            _softmax_back(scores_QM, inner_QM, n, left, right, log_sum_TH[token + n, h], along)
+            _clear(scores_QM, n, low, left)
+            _clear(scores_QM, n, right, stop)
+            _clear(inner_QM, n, low, left)
+            _clear(inner_QM, n, right, stop)
+        _sums(inner, ld, keys_NMP.ctypes.data, C, M, low, first, count, length, out_QC.ctypes.data)
+        _put_rows(out_QC, count, grad_TEC, token, h)
+        _add_to_keys(inner, ld, q_NQP.ctypes.data, block, C, low, first, count, k_sum_MC.ctypes.data)
+        _add_to_keys(scores, ld, grad_NQP.ctypes.data, block, C, low, first, count, v_sum_MC.ctypes.data)
+    _put_rows(k_sum_MC, length, parts_PTHC[0], start, h)
+    _put_rows(v_sum_MC, length, parts_PTHC[1], start, h)
+
+
+@compiled()
+def attend(
+    is_back: bool,
+    qkv_TEC: Floats,
+    start_S: Integers,
+    length_S: Integers,
+    window: int,
+    out_THC: Floats,
+    log_sum_TH: Floats,
+    grad_THC: Floats,
+    grad_TEC: Floats,
+    parts_PTHC: Floats,
+) -> None:
+    """Attention within each sequence, and the logarithm of each row's sum; window 0: over all keys before.
+
+    With `is_back` the gradients of queries, and each query head's part of those of keys and values; without, the last
+    three are not looked at. Both are one function because each that is run in parallel takes seconds to compile.
+    """
+    for item in prange(out_THC.shape[1] * len(start_S)):
+        h, s = item // len(start_S), item % len(start_S)
+        start, length = start_S[s], length_S[s]
+        if is_back:
+            _backward(qkv_TEC, start, length, h, window, out_THC, log_sum_TH, grad_THC, grad_TEC, parts_PTHC)
+        else:
+            _forward(qkv_TEC, start, length, h, window, out_THC, log_sum_TH)
