@@ -44,10 +44,12 @@ class Ours:
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
 
+        from tinsmith.engine import freed_memory
         from tinsmith.engine.models.load import load_model
         from tinsmith.engine.sampler import Sampler, SamplerLimits
 
         torch.set_num_threads(options.threads)
+        freed_memory.keep()  # as every engine does when it starts
         self.decoder = load_model(options.model, cache_dir=Path(options.model)).decoder
         limits = SamplerLimits(block_size=options.block_size, cache_bytes=2**31, prefill_tokens=options.prefill)
         self.sampler = Sampler(self.decoder, (), limits)

@@ -41,12 +41,14 @@ def sequences(batch: str) -> list[list[int]]:
 def tinsmith_step(directory: Path, batch: str) -> Callable[[], float]:
     import numpy as np
 
+    from tinsmith.engine import freed_memory
     from tinsmith.engine.lora import LoraAdapter
     from tinsmith.engine.models.load import load_model
     from tinsmith.engine.trainer import Trainer
     from tinsmith.wire.inputs import Datum, ModelInput
     from tinsmith.wire.training import ForwardBackwardInput, ForwardBackwardRequest
 
+    freed_memory.keep()  # as every engine does when it starts
     model = load_model(directory, cache_dir=directory.parent)
     adapter = LoraAdapter(model.config, RANK, seed=0, train_unembed=False)
     trainer = Trainer(model.decoder)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tinsmith.engine import freed_memory
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.child import EngineSpec
 from tinsmith.engine.dtype_choice import choose, cores
@@ -85,6 +86,7 @@ def make(values: Mapping[str, Any]) -> Executor:
     """Load the model; a StartError says why that cannot be."""
     options = read_options(values)
     dtype = prepare(options)
+    freed_memory.keep()
     from tinsmith.engine.torch_executor import TorchExecutor
 
     try:

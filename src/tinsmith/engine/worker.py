@@ -24,7 +24,7 @@ from typing import NoReturn
 
 import msgspec
 
-from tinsmith.engine import frames
+from tinsmith.engine import frames, freed_memory
 from tinsmith.engine.base import Category, Done, JobFailedError, Sample
 from tinsmith.engine.executor import Executor, Factory, StartError, StateInDoubtError, TrainingJob
 from tinsmith.engine.frames import Began, Cancelled, Failed, Finished, Frame, FrameCutter, StartFailed, ToEngine
@@ -39,6 +39,8 @@ ORPHANED = 3
 CANNOT_START = 4
 IN_DOUBT = 5
 """A model may be half changed."""
+REST_S = 10.0
+"""After so long without work the memory of the last is given back."""
 
 
 class Pipe:
@@ -106,11 +108,16 @@ class Worker:
 
     def _read(self) -> None:
         """Take what has arrived; wait for something where there is nothing to do."""
+        rest_s: float | None = REST_S
         while True:
             is_busy = bool(self._operations or self._samples or self._new or self._is_stopping)
             try:
-                frame = self._pipe.inbox.get(block=not is_busy)
+                frame = self._pipe.inbox.get(not is_busy, rest_s)
             except queue.Empty:
+                if not is_busy:
+                    freed_memory.give_back()
+                    rest_s = None
+                    continue
                 if self._add_samples():
                     continue
                 self._pipe.flush()
