@@ -155,7 +155,7 @@ def _weights(decoder: Any) -> list[Any]:
     layers = [
         module.weight_ED for layer in decoder.layers for module in (layer.qkv, layer.output, layer.gate_up, layer.down)
     ]
-    return [*layers, decoder.unembedding_VD]
+    return [*layers, decoder.unembedding.weight_ED]
 
 
 class Transformers:

@@ -17,7 +17,7 @@ from torch.nn.functional import embedding, silu
 
 from tinsmith.engine.block_attention import BlockAttention, BlockCache, NewTokens
 from tinsmith.engine.models.decoder import Attend, Decoder, Layer, rms_norm
-from tinsmith.engine.packed_linear import Product, weight_product
+from tinsmith.engine.packed_linear import Product
 from tinsmith.engine.row_adapters import LM_HEAD, NO_ADAPTERS, RowAdapters
 
 
@@ -40,7 +40,7 @@ class InferenceDecoder:
         self._norm_D = decoder.norm_D
         self._rope = decoder.rope
         self._layers = tuple(_prepared(layer) for layer in decoder.layers)
-        self._unembedding = weight_product(decoder.unembedding_VD)
+        self._unembedding = decoder.unembedding.product
 
     def hidden(
         self,

@@ -17,8 +17,9 @@ import torch
 from tinsmith.engine.lora import LM_HEAD, LoraAdapter, LoraGroups
 from tinsmith.engine.models.decoder import Decoder
 
-CHUNK_BYTES = 48 * 2**20
-"""Logits that exist at once."""
+CHUNK_BYTES = 24 * 2**20
+"""Logits that exist at once: few enough to stay in the last cache of many processors, and in memory that is used again
+(`freed_memory`)."""
 
 GradientOf: TypeAlias = Callable[[slice, torch.Tensor], torch.Tensor | None]
 """gradient_of(rows, logprobs_NK) -> dL/dlogprob as [N, K]; None: no gradient is wanted."""
@@ -50,11 +51,11 @@ class Unembedding:
         """
         logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
         hidden_grad_TD: torch.Tensor | None = None
-        buffer_NV = self._buffer(len(hidden_TD))
-        for start in range(0, len(hidden_TD), len(buffer_NV)):
-            rows = slice(start, min(start + len(buffer_NV), len(hidden_TD)))
+        chunk = max(1, CHUNK_BYTES // (4 * self.decoder.config.vocab_size))
+        for start in range(0, len(hidden_TD), chunk):
+            rows = slice(start, min(start + chunk, len(hidden_TD)))
             hidden_ND, targets_NK = hidden_TD[rows], targets_TK[rows]
-            logits_NV = self.decoder.unembed(hidden_ND, self.adapter, out_TV=buffer_NV[: len(hidden_ND)])
+            logits_NV = self.decoder.logits(hidden_ND, self.adapter)
             logprobs_NK, sum_N1 = _exponentials_(logits_NV, targets_NK)
             logprobs_TK[rows] = logprobs_NK
             gradient_NK = gradient_of(rows, logprobs_NK)
@@ -78,11 +79,6 @@ class Unembedding:
         )
         assert part_ND is not None
         return torch.zeros_like(hidden_TD).index_copy_(0, active_N, part_ND)
-
-    def _buffer(self, rows: int) -> torch.Tensor:
-        vocab_size = self.decoder.config.vocab_size
-        size = min(rows, max(1, CHUNK_BYTES // (4 * vocab_size)))
-        return torch.empty(size, vocab_size, dtype=torch.float32, device=self.decoder.device)
 
     def _chunk_backward(
         self,
@@ -113,7 +109,7 @@ class Unembedding:
     ) -> torch.Tensor:
         logits_grad_NV = exponentials_NV.mul_(gradient_NK.sum(dim=1, keepdim=True).div_(sum_N1).neg_())
         logits_grad_NV.scatter_add_(1, targets_NK, gradient_NK)
-        weight_VD = self.decoder.unembedding_VD
+        weight_VD = self.decoder.unembedding.weight_ED
         hidden_grad_ND = logits_grad_NV.to(weight_VD.dtype) @ weight_VD
         group = self.adapter.groups.get((None, LM_HEAD)) if self.adapter is not None else None
         if group is None or self.adapter is None or grads is None:

@@ -281,7 +281,7 @@ def base_weights(decoder: Decoder) -> list[torch.Tensor]:
     layers = [
         linear.weight_ED for layer in decoder.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)
     ]
-    return [decoder.embedding_VD, decoder.unembedding_VD, decoder.norm_D, *layers]
+    return [decoder.embedding_VD, decoder.unembedding.weight_ED, decoder.norm_D, *layers]
 
 
 def test_logprobs_are_those_of_the_forward_pass_that_samplers_use(tiny: Callable[..., Any]) -> None:

@@ -90,13 +90,13 @@ class Decoder:
         embedding_VD: torch.Tensor,
         layers: tuple[Layer, ...],
         norm_D: torch.Tensor,
-        unembedding_VD: torch.Tensor,
+        unembedding: Linear,
     ) -> None:
         self.config = config
         self.embedding_VD = embedding_VD
         self.layers = layers
         self.norm_D = norm_D
-        self.unembedding_VD = unembedding_VD
+        self.unembedding = unembedding
         self.rope = Rope(config.rope, config.head_dim, self.device, self.dtype)
 
     @property
@@ -128,17 +128,13 @@ class Decoder:
             x_TD = x_TD + self._mlp(index, layer, normed_TD, adapter)
         return rms_norm(x_TD, self.norm_D, self.config.norm_eps)
 
-    def unembed(
-        self, hidden_TD: torch.Tensor, adapter: Adapter | None = None, out_TV: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """logits_TV in float32; written into `out_TV` if that is given (not under autograd)."""
-        if out_TV is None:
-            logits_TV = linear(hidden_TD, self.unembedding_VD).float()
-        elif self.dtype == out_TV.dtype:
-            logits_TV = torch.mm(hidden_TD, self.unembedding_VD.t(), out=out_TV)
-        else:
-            logits_TV = out_TV.copy_(linear(hidden_TD, self.unembedding_VD))
-        return _adapted(adapter, None, "lm_head", hidden_TD, logits_TV)
+    def unembed(self, hidden_TD: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
+        """logits_TV in float32."""
+        return _adapted(adapter, None, "lm_head", hidden_TD, self.unembedding(hidden_TD).float())
+
+    def logits(self, hidden_TD: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
+        """The same without gradients, by the fastest kernel that there is."""
+        return _adapted(adapter, None, "lm_head", hidden_TD, self.unembedding.product(hidden_TD).float())
 
     def _queries_keys_values(
         self,
@@ -214,7 +210,7 @@ def build_decoder(
         embedding_VD,
         tuple(layer(index) for index in range(config.num_layers)),
         get("model.norm.weight"),
-        embedding_VD if config.tie_embeddings else get("lm_head.weight"),
+        Linear(embedding_VD if config.tie_embeddings else get("lm_head.weight")),
     )
 
 
