@@ -21,7 +21,8 @@ from tinsmith.engine.checkpoints import CheckpointInfo, read_checkpoint, write_c
 from tinsmith.engine.custom_graph import CustomLoss
 from tinsmith.engine.executor import StateInDoubtError, Step, TrainingJob
 from tinsmith.engine.fingerprint import fingerprint
-from tinsmith.engine.models.load import load_model
+from tinsmith.engine.memory_caps import MemoryCaps, chosen_caps, default_caps
+from tinsmith.engine.models.load import LoadedModel, built_in_bytes, load_model, memory_needed
 from tinsmith.engine.optim import AdamW, check_optimizer
 from tinsmith.engine.torch_samples import TorchSamples, check_base
 from tinsmith.engine.torch_start import TorchOptions
@@ -56,20 +57,22 @@ class TorchExecutor:
         device = torch.device(options.device)
         self._card = _card(options.card, loaded.config.vocab_size, loaded.tokenizer_dir)
         self._context_length = loaded.config.max_context_length
-        self._adapters = Adapters(loaded.config, device, options.adapter_bytes, spool_dir)
+        caps = memory_caps(options, loaded)
+        self._adapters = Adapters(loaded.config, device, caps.adapter_bytes, spool_dir)
         self._trainer = Trainer(loaded.decoder, options.micro_batch_tokens)
-        self._samples = TorchSamples(loaded, options)
+        self._samples = TorchSamples(loaded, caps, cache_dir)
         self._fingerprint = fingerprint(
             device, dtype, options.micro_batch_tokens, Path(source), loaded.decoder.products
         )
         logger.info(
-            "%s from %s: %s weights, %s on %s, %d threads",
+            "%s from %s: %s weights, %s on %s, %d threads; %s",
             options.card.name,
             source,
             f"{loaded.config.parameter_count():,}",
             dtype,
             options.device,
             torch.get_num_threads(),
+            caps,
         )
 
     def close(self) -> None:
@@ -163,6 +166,18 @@ class TorchExecutor:
             manifest = write_checkpoint(directory, info, adapter.parameters(), state)
         size_bytes = sum(path.stat().st_size for path in directory.iterdir())
         return Done(body=msgspec.json.encode(SavedFiles(size_bytes=size_bytes, digest=manifest.digest)))
+
+
+def memory_caps(options: TorchOptions, model: LoadedModel) -> MemoryCaps:
+    """What an engine keeps at most: as its options say, or by the memory of its device."""
+    device = model.decoder.device
+    weights_bytes = memory_needed(model.config, model.decoder.dtype, device)
+    return chosen_caps(
+        default_caps(built_in_bytes(device), weights_bytes, device.type, options.engines),
+        adapter_bytes=options.adapter_bytes,
+        sampler_adapter_bytes=options.sampler_adapter_bytes,
+        cache_bytes=options.cache_bytes,
+    )
 
 
 @contextmanager
