@@ -32,6 +32,7 @@ from tinsmith.server.refusals import UnknownResourceError
 from tinsmith.server.routes.futures import finished_samples, position_of
 from tinsmith.server.routes.sampling import submit_body, submit_sample
 from tinsmith.server.routes.training import card_of
+from tinsmith.server.routes.weights import IDEMPOTENCY_HEADER
 from tinsmith.server.services import Services
 from tinsmith.server.signing import DOWNLOAD_PREFIX
 from tinsmith.server.spending import read_query, spent
@@ -202,7 +203,9 @@ class Extensions:
             caller = await self._caller(request)
             caller.need("train")
             body = await self._body(request)
-            path = await import_checkpoint(self._services, caller, await asyncio.to_thread(read_request, body))
+            message = await asyncio.to_thread(read_request, body)
+            key = request.headers.get(IDEMPOTENCY_HEADER)
+            path = await import_checkpoint(self._services, caller, message, key)
         except TinkerError as error:
             return _refused(error)
         return _json({"path": path})
