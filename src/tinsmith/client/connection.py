@@ -13,8 +13,8 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -46,6 +46,8 @@ from tinsmith.wire.routes import AUTH_TOKEN, CLIENT_CONFIG, CLIENT_DYNAMIC_CONFI
 from tinsmith.wire.service import ClientConfigRequest, ClientConfigResponse, ClientDynamicConfigResponse
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 JSON_TYPE = "application/json"
 PROTOBUF_TYPE = "application/x-protobuf"
@@ -170,10 +172,22 @@ class Connection:
         async def attempt(number: int) -> HttpResponse:
             return await self._attempt(route, url, body, headers, purpose, timeout_s, credential, idempotency, number)
 
+        return await self.persist(route, url, attempt, policy)
+
+    async def persist(
+        self,
+        route: Route,
+        url: str,
+        attempt: Callable[[int], Awaitable[T]],
+        policy: RetryPolicy,
+        trouble: Affected | None = None,
+    ) -> T:
+        """Try until it succeeds or the policy gives up; says once what it waits for. An attempt that goes on for long
+        after it has reached the server says by `trouble` that it has."""
         self._check_breaker(route)
-        trouble = Affected(self.outage)
+        trouble = trouble or Affected(self.outage)
         try:
-            response = await retrying(
+            result = await retrying(
                 attempt,
                 policy,
                 on_wait=lambda wait: self._say(url, wait, trouble),
@@ -190,7 +204,7 @@ class Connection:
         finally:
             trouble.over()
         self.breaker.succeeded(route.name)
-        return response
+        return result
 
     @property
     def is_ready(self) -> bool:
