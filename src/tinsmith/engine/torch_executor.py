@@ -7,8 +7,9 @@ Owns: what each job means for adapters, optimizer, trainer and checkpoints, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,7 @@ from tinsmith.engine.adapters import Adapters, Model
 from tinsmith.engine.base import Created, Done, JobFailedError, ModelCard, Sample, SavedFiles, Usage
 from tinsmith.engine.checkpoints import CheckpointInfo, read_checkpoint, write_checkpoint
 from tinsmith.engine.custom_graph import CustomLoss
-from tinsmith.engine.executor import StateInDoubtError, Step, TrainingJob
+from tinsmith.engine.executor import Beside, StateInDoubtError, Step, TrainingJob
 from tinsmith.engine.fingerprint import fingerprint
 from tinsmith.engine.memory_caps import MemoryCaps, chosen_caps, default_caps
 from tinsmith.engine.models.load import LoadedModel, built_in_bytes, load_model, memory_needed
@@ -82,7 +83,7 @@ class TorchExecutor:
     def describe(self) -> ModelCard:
         return self._card
 
-    def train(self, job: TrainingJob) -> Generator[None, None, Done]:
+    def train(self, job: TrainingJob) -> Generator[None, None, Done | Beside]:
         with told_to_the_user():
             match job:
                 case base.CreateModel():
@@ -149,8 +150,7 @@ class TorchExecutor:
             adapter.zero_gradients()
         return Done(body=json_codec.encode(OptimStepResponse(metrics=metrics)))
 
-    def _save(self, job: base.SaveState) -> Done:
-        directory = Path(job.directory)
+    def _save(self, job: base.SaveState) -> Done | Beside:
         with self._adapters.use(job.model_id) as model:
             adapter = model.adapter
             info = CheckpointInfo(
@@ -162,10 +162,11 @@ class TorchExecutor:
                 train_mlp=adapter.train_mlp,
                 train_unembed=adapter.train_unembed,
             )
-            state = model.optimizer.state() if job.optimizer else None
-            manifest = write_checkpoint(directory, info, adapter.parameters(), state)
-        size_bytes = sum(path.stat().st_size for path in directory.iterdir())
-        return Done(body=msgspec.json.encode(SavedFiles(size_bytes=size_bytes, digest=manifest.digest)))
+            weights, state = adapter.parameters(), model.optimizer.state() if job.optimizer else None
+            if not job.beside:
+                return written(Path(job.directory), info, weights, state)
+            weights, state = copied(weights), None if state is None else copied(state)
+        return Beside(partial(written, Path(job.directory), info, weights, state))
 
 
 def memory_caps(options: TorchOptions, model: LoadedModel) -> MemoryCaps:
@@ -202,6 +203,24 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether a computation failed for want of memory; torch says so on the CPU in words only."""
     is_typed = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return is_typed or "can't allocate memory" in str(error) or "not enough memory" in str(error)
+
+
+def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As they are now, whatever becomes of them."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def written(
+    directory: Path,
+    info: CheckpointInfo,
+    weights: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor] | None,
+) -> Done:
+    """Write a checkpoint that lasts; what its client is told."""
+    with told_to_the_user():
+        manifest = write_checkpoint(directory, info, weights, state)
+    size_bytes = sum(path.stat().st_size for path in directory.iterdir())
+    return Done(body=msgspec.json.encode(SavedFiles(size_bytes=size_bytes, digest=manifest.digest)))
 
 
 def load_into(model: Model, directory: Path, base_model: str, *, optimizer: bool) -> None:
