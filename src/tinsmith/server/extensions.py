@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from tinsmith.errors import InvalidInputError, LimitExceededError, TinkerError, WireError
 from tinsmith.server.calls import JSON
+from tinsmith.server.exchange import exchange_of
 from tinsmith.server.http import fault, read_body, refusal, unpacked
 from tinsmith.server.identity import Caller
 from tinsmith.server.importing import import_checkpoint, read_request
@@ -32,6 +33,7 @@ from tinsmith.server.routes.training import card_of
 from tinsmith.server.routes.weights import IDEMPOTENCY_HEADER
 from tinsmith.server.services import Services
 from tinsmith.server.signing import DOWNLOAD_PREFIX
+from tinsmith.server.sockets import close_gently
 from tinsmith.server.spending import read_query, spent
 from tinsmith.server.streams import open_stream, read_have
 from tinsmith.server.token_log import TokenLog
@@ -289,6 +291,7 @@ class Extensions:
         return unpacked(raw, headers, config.max_unpacked_bytes)
 
     async def _caller(self, request: Request) -> Caller:
+        close_gently(exchange_of(request.scope))
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
         credential = request.headers.get("x-api-key") or (bearer if kind.lower() == "bearer" else None)
         caller = await self._services.authenticator.caller(credential)
