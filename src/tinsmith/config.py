@@ -326,6 +326,12 @@ class ServerConfig:
     """Number format of the base; auto tries both and takes the fastest that is right."""
     threads: int = 0
     """Threads that compute, 0: one per core. The same number gives the same bits."""
+    adapter_bytes: int | None = None
+    """Adapters in training kept in memory, the others wait on disk; None: by the machine's memory."""
+    sampler_adapter_bytes: int | None = None
+    """Adapters to sample from kept in memory; None: by the machine's memory."""
+    cache_bytes: int | None = None
+    """Keys and values of samples in memory; None: by the machine's memory."""
     client_flags: Mapping[str, bool] = field(default_factory=dict)
     """Answers of client/config that differ from the usual ones: a TOML table, or NAME=true,... in the environment."""
 

@@ -214,6 +214,25 @@ def test_a_saved_model_goes_on_exactly(run: Run, tmp_path: Path, optimizer: bool
     run(scenario)
 
 
+def test_a_model_saved_beside_its_next_jobs_is_as_it_was_before_them(run: Run, tmp_path: Path) -> None:
+    async def scenario(harness: Harness) -> None:
+        jobs = Jobs(harness.models[0])
+        save = [jobs.save(tmp_path / "plain"), *(jobs.save(tmp_path / f"beside-{n}", beside=True) for n in range(2))]
+        done = await results(harness, [jobs.create(), *jobs.steps(2), *save, *jobs.steps(2, seed=5)])
+        plain, *beside = done[-len(save) - 4 : -4]
+        assert plain.body == beside[0].body == beside[1].body
+        for path in (tmp_path / "plain").iterdir():
+            for n in range(2):
+                assert (tmp_path / f"beside-{n}" / path.name).read_bytes() == path.read_bytes()
+        made = Jobs(harness.models[0])
+        again = await results(
+            harness, [made.create(directory=tmp_path / "beside-0", optimizer=True), *made.steps(2, seed=5)]
+        )
+        assert digest(again[1:]) == digest(done[-4:])
+
+    run(scenario)
+
+
 def test_weights_without_optimizer_state_start_afresh(run: Run, tmp_path: Path) -> None:
     async def scenario(harness: Harness) -> None:
         bare = tmp_path / "bare"

@@ -214,6 +214,82 @@ def test_what_has_begun_is_finished_and_what_waits_is_dropped(tmp_path: Path) ->
     run(scenario, arithmetic_spec(ONE, hold_fifo=str(fifo)))
 
 
+async def held_save(backend: ProcessBackend, directory: Path) -> asyncio.Future[Done]:
+    """A model that is being written beside what comes next, and cannot be finished yet."""
+    jobs = Jobs(ONE.name, prefix="hold-")
+    others = Jobs(ONE.name)
+    others.model_id = jobs.model_id
+    await backend.submit(others.create())
+    saving = backend.submit(jobs.save(directory, beside=True))
+    await asyncio.gather(*(backend.submit(job) for job in others.steps(2)))
+    assert not saving.done()
+    assert not directory.exists()
+    return saving
+
+
+def test_what_is_written_beside_others_holds_none_of_them_up_and_is_told_when_it_is_there(tmp_path: Path) -> None:
+    fifo, directory = tmp_path / "fifo", tmp_path / "saved"
+    os.mkfifo(fifo)
+
+    async def scenario(backend: ProcessBackend) -> None:
+        saving = await held_save(backend, directory)
+        jobs = Jobs(ONE.name)
+        second = [jobs.create(), jobs.save(tmp_path / "second", beside=True)]
+        await asyncio.gather(*(backend.submit(job) for job in second))
+        assert (tmp_path / "second").exists(), "while one is under way the next is written at once"
+        assert not saving.done()
+        (await asyncio.to_thread(fifo.open, "w")).close()
+        assert isinstance(await saving, Done)
+        assert directory.exists()
+
+    run(scenario, arithmetic_spec(ONE, hold_fifo=str(fifo)))
+
+
+def test_a_process_that_is_stopped_finishes_what_it_writes(tmp_path: Path) -> None:
+    fifo, directory = tmp_path / "fifo", tmp_path / "saved"
+    os.mkfifo(fifo)
+
+    async def scenario(backend: ProcessBackend) -> None:
+        saving = await held_save(backend, directory)
+        closing = asyncio.create_task(backend.close(grace_s=30))
+        await asyncio.sleep(0)
+        (await asyncio.to_thread(fifo.open, "w")).close()
+        assert isinstance(await saving, Done)
+        await closing
+        assert directory.exists()
+
+    run(scenario, arithmetic_spec(ONE, hold_fifo=str(fifo)))
+
+
+def test_what_a_killed_process_was_writing_is_lost_and_said_to_be(tmp_path: Path) -> None:
+    fifo, directory = tmp_path / "fifo", tmp_path / "saved"
+    os.mkfifo(fifo)
+
+    async def scenario(backend: ProcessBackend) -> None:
+        saving = await held_save(backend, directory)
+        await kill(backend, ONE.name)
+        with pytest.raises(BackendLostError):
+            await saving
+        assert not directory.exists()
+
+    run(scenario, arithmetic_spec(ONE, hold_fifo=str(fifo)))
+
+
+def test_what_cannot_be_written_beside_others_fails_alone(tmp_path: Path) -> None:
+    async def scenario(backend: ProcessBackend) -> None:
+        jobs = Jobs(ONE.name)
+        await backend.submit(jobs.create())
+        (tmp_path / "taken").mkdir()
+        (tmp_path / "taken" / "file").touch()
+        saving = backend.submit(jobs.save(tmp_path / "taken", beside=True))
+        await asyncio.gather(*(backend.submit(job) for job in jobs.steps(1)))
+        with pytest.raises(JobFailedError, match="taken"):
+            await saving
+        await asyncio.gather(*(backend.submit(job) for job in jobs.steps(1)))
+
+    run(scenario, arithmetic_spec(ONE))
+
+
 def test_close_does_not_wait_longer_than_the_grace(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)

@@ -19,9 +19,10 @@ PARTS = "/tinsmith/v1/import_parts"
 UPLOAD = "0123456789abcdef" * 2
 
 
-async def upload(client: Client, message: Any) -> Answer:
+async def upload(client: Client, message: Any, **extra: str) -> Answer:
     body = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
-    headers = {"x-api-key": client.key, "content-type": "application/msgpack"}
+    named = {name.replace("_", "-"): value for name, value in extra.items()}
+    headers = {"x-api-key": client.key, "content-type": "application/msgpack", **named}
     return await client.server.request("POST", PATH, body, headers)
 
 
@@ -165,6 +166,30 @@ def test_uploads_at_the_same_time_do_not_meet(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("in_parts", [False, True], ids=["at-once", "in-parts"])
+def test_an_import_that_is_sent_again_counts_once(tmp_path: Path, in_parts: bool) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann, ben = await server.client("ann"), await server.client("ben")
+            message = await saved(server, ann)
+            if in_parts:
+                message |= {"upload": UPLOAD, "digests": await send_parts(ann, UPLOAD, message.pop("files"))}
+            answers = await asyncio.gather(*(upload(ann, message, x_idempotency_key="one") for _ in range(3)))
+            answers.append(await upload(ann, message, x_idempotency_key="one"))
+            assert [answer.status for answer in answers] == [200] * 4, answers
+            assert len({answer.json["path"] for answer in answers}) == 1
+            assert len((await ann.get("checkpoints")).json["checkpoints"]) == 2, "the saved one and this"
+            assert await continued(ann, answers[0].json["path"])
+            if not in_parts:
+                other = {**message, "files": {**message["files"], "optimizer.safetensors": b"other"}}
+                refused = await upload(ann, other, x_idempotency_key="one")
+                assert "it was sent before with other files" in refused.detail
+                own = await upload(ben, message, x_idempotency_key="one")
+                assert own.json["path"] != answers[0].json["path"], "keys are each user's own"
+
+    run(scenario())
+
+
 async def send_parts(client: Client, name: str, files: dict[str, bytes], size: int = 1000) -> dict[str, str]:
     """Files in parts, each of which is sent twice; their digests."""
     for file, data in files.items():
@@ -258,6 +283,8 @@ def test_limits_of_parts_are_named(tmp_path: Path) -> None:
             assert (await part_of(ann, UPLOAD, "manifest.json", 0, bytes(101))).status == 413
             for offset in (0, 100):
                 assert (await part_of(ann, UPLOAD, "manifest.json", offset, bytes(100))).status == 200
+            again = await part_of(ann, UPLOAD, "manifest.json", 100, bytes(100))
+            assert (again.status, again.json) == (200, {"size_bytes": 200}), "what is there needs no room"
             full = await part_of(ann, UPLOAD, "manifest.json", 200, bytes(100))
             assert full.status == 400
             assert "that this server allows (disk_cap_bytes)" in full.detail

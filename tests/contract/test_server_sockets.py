@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,8 @@ import uvicorn
 from support.in_process import Server, run, serving
 from uvicorn.server import ServerState
 
+from tinsmith.server import sockets
+from tinsmith.server.exchange import ExchangeProtocol
 from tinsmith.server.sockets import MAX_HEAD_BYTES, TimedHttpProtocol
 
 
@@ -23,14 +26,20 @@ class Hasty(TimedHttpProtocol):
     head_s = 0.5
 
 
+class Offering(ExchangeProtocol):
+    """The protocol that servers run."""
+
+    head_s = 0.5
+
+
 @asynccontextmanager
-async def listening(server: Server) -> AsyncIterator[int]:
+async def listening(server: Server, kind: type[TimedHttpProtocol] = Hasty) -> AsyncIterator[int]:
     """The application behind real sockets; gives the port."""
-    config = uvicorn.Config(server.app, http=Hasty, lifespan="off", log_config=None, ws="none")
+    config = uvicorn.Config(server.app, http=kind, lifespan="off", log_config=None, ws="none")
     config.load()
     state = ServerState()
     loop = asyncio.get_running_loop()
-    listener = await loop.create_server(lambda: Hasty(config=config, server_state=state, app_state={}), "127.0.0.1", 0)
+    listener = await loop.create_server(lambda: kind(config=config, server_state=state, app_state={}), "127.0.0.1", 0)
     try:
         yield listener.sockets[0].getsockname()[1]
     finally:
@@ -108,6 +117,94 @@ def test_a_head_that_is_too_large(tmp_path: Path, is_whole: bool) -> None:
     run(scenario())
 
 
+async def pushed(port: int, data: bytes) -> tuple[int, Any]:
+    """The answer to a client that sends everything before it begins to read, on a socket of its own thread."""
+
+    def exchange() -> bytes:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
+            connection.sendall(data)
+            parts = []
+            while part := connection.recv(65536):
+                parts.append(part)
+            return b"".join(parts)
+
+    head, _, body = (await asyncio.to_thread(exchange)).partition(b"\r\n\r\n")
+    announced = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length:"))
+    assert len(body) == int(announced.partition(b":")[2]), "the whole answer"
+    return int(head.split()[1]), msgspec.json.decode(body)
+
+
+BURST = b"y" * 1024 * 1024
+
+
+def test_a_client_that_bursts_reads_why_it_is_refused_every_time(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server, listening(server) as port:
+            for _ in range(20):
+                status, body = await pushed(port, b"GET /healthz HTTP/1.1\r\nhost: x\r\nx-long: " + BURST)
+                assert (status, body["code"]) == (431, "head_too_large")
+                status, body = await pushed(port, b"\x16\x03\x01 hello\r\n\r\n" + BURST)
+                assert (status, body["code"]) == (400, "bad_http")
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/api/v1/create_session", "/tinsmith/v1/sample_stream"])
+@pytest.mark.parametrize("connection", ["close", "keep-alive"])
+def test_a_body_that_is_too_large_is_refused_with_a_reason_every_time(
+    tmp_path: Path, path: str, connection: str
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, max_body_bytes=1000) as server, listening(server, Offering) as port:
+            ann = await server.client()
+            head = f"POST {path} HTTP/1.1\r\nx-api-key: {ann.key}\r\nconnection: {connection}\r\n"
+            for _ in range(10):
+                whole = f"{head}content-length: {len(BURST)}\r\n\r\n".encode() + BURST
+                if connection == "close":
+                    status, body = await pushed(port, whole)
+                    assert (status, body["code"]) == (413, "limit_exceeded"), body
+                    continue
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                for _ in range(2):  # the connection goes on behind the body
+                    writer.write(whole)
+                    assert b"413 " in await asyncio.wait_for(reader.readuntil(b"}"), 20)
+                writer.close()
+                await writer.wait_closed()
+
+    run(scenario())
+
+
+async def send_for_ever(writer: asyncio.StreamWriter, piece: bytes, pause_s: float) -> None:
+    while True:
+        writer.write(piece)
+        await writer.drain()
+        await asyncio.sleep(pause_s)
+
+
+@pytest.mark.parametrize("protocol", ["timed", "offering"])
+def test_a_client_that_goes_on_after_it_was_refused_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
+) -> None:
+    monkeypatch.setattr(sockets, "LINGER_S", 0.2)
+    monkeypatch.setattr(sockets, "LINGER_BYTES", 100_000)
+
+    async def scenario() -> None:
+        kind = Hasty if protocol == "timed" else Offering
+        async with serving(tmp_path) as server, listening(server, kind) as port:
+            for piece, pause_s in ((b"z" * 1000, 0.02), (b"z" * 50_000, 0.0)):  # too long, too much
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"\x16\x03\x01 hello\r\n\r\n")
+                assert b"bad_http" in await asyncio.wait_for(reader.readuntil(b"}"), 20)
+                assert await asyncio.wait_for(reader.read(), 20) == b"", "it says no more at once"
+                with pytest.raises(ConnectionError):
+                    await asyncio.wait_for(send_for_ever(writer, piece, pause_s), 20)
+                writer.close()
+                with suppress(ConnectionError):
+                    await writer.wait_closed()
+
+    run(scenario())
+
+
 def test_large_bodies_do_not_count_as_heads(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as server, listening(server) as port:
@@ -152,9 +249,11 @@ def test_what_is_not_http(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/api/v1/create_session", "/tinsmith/v1/sample_stream"])
-def test_a_slow_body_is_cut_off_with_a_reason(tmp_path: Path, path: str) -> None:
+@pytest.mark.parametrize("protocol", ["timed", "offering"])
+def test_a_slow_body_is_cut_off_with_a_reason(tmp_path: Path, path: str, protocol: str) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path, body_timeout_s=0.05) as server, listening(server) as port:
+        kind = Hasty if protocol == "timed" else Offering
+        async with serving(tmp_path, body_timeout_s=0.05) as server, listening(server, kind) as port:
             ann = await server.client()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(f"POST {path} HTTP/1.1\r\nx-api-key: {ann.key}\r\ncontent-length: 100\r\n\r\n{{".encode())

@@ -322,7 +322,12 @@ def test_extensions() -> None:
         streamed = send(server.url, "/tinsmith/v1/sample_stream", sample)
         events = [block.split("\n") for block in streamed.body.decode().strip().split("\n\n")]
         assert [name for name, _ in events] == ["event: token"] * 4 + ["event: done"]
-        assert json.loads(events[1][1].removeprefix("data: ")) == {"index": 1, "tokens": [10], "logprobs": [-0.5]}
+        assert json.loads(events[1][1].removeprefix("data: ")) == {
+            "index": 1,
+            "position": 0,
+            "tokens": [10],
+            "logprobs": [-0.5],
+        }
         server.settings.stream_pause_after = 1
         with concurrent.futures.ThreadPoolExecutor() as pool:
             paused = pool.submit(send, server.url, "/tinsmith/v1/sample_stream", sample)

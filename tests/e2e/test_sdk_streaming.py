@@ -12,11 +12,13 @@ from support.tinker_server import Drop, DropMidBody, Status, TinkerServer
 from tinsmith import (
     APIConnectionError,
     ModelInput,
+    PermissionDeniedError,
     RateLimitError,
     RequestFailedError,
     SamplingClient,
     SamplingParams,
     TinkerError,
+    WireError,
 )
 
 pytestmark = pytest.mark.usefixtures("hard_limit", "clean_environment")
@@ -159,16 +161,87 @@ def test_an_error_in_the_stream_comes_after_its_tokens(streamer: SamplingClient,
 
 
 def test_a_refused_stream_says_why(streamer: SamplingClient, streaming: TinkerServer) -> None:
-    streaming.script(STREAM, [Status(429, body={"detail": "too many streams"})])
-    with pytest.raises(RateLimitError, match="too many streams") as refused:
+    streaming.script(STREAM, [Status(403, body={"detail": "no streams for you"})])
+    with pytest.raises(PermissionDeniedError, match="no streams for you") as refused:
         run(collect(streamer))
+    assert f"{streaming.url}{STREAM}" in str(refused.value)
+    assert len(streaming.find(STREAM)) == 1
+
+
+def test_too_many_streams_are_waited_for_and_then_said(connect: Any, streaming: TinkerServer) -> None:
+    sampler = connect(streaming, retry_deadline_s=0.5).create_sampling_client(base_model="stub/model")
+    busy = Status(429, {"retry-after-ms": "10"}, {"detail": "too many streams"})
+    streaming.script(STREAM, [busy])
+    assert len(run(collect(sampler))) == 7
+    streaming.script(STREAM, [busy] * 200)
+    with pytest.raises(RateLimitError, match="too many streams") as refused:
+        run(collect(sampler))
     assert f"{streaming.url}{STREAM}" in str(refused.value)
 
 
-@pytest.mark.parametrize("fault", [Drop(), DropMidBody()], ids=str)
-def test_a_cut_stream_is_an_error_not_an_end(streamer: SamplingClient, streaming: TinkerServer, fault: Any) -> None:
-    streaming.script(STREAM, [fault])
+@pytest.mark.parametrize("fault", [Drop(), DropMidBody(), Status(503, {"retry-after-ms": "1"}, {})], ids=str)
+def test_a_cut_stream_goes_on_where_it_was(streamer: SamplingClient, streaming: TinkerServer, fault: Any) -> None:
+    streaming.script(STREAM, [fault, fault])
+    pieces = run(collect(streamer, 2))
+
+    for index in range(2):
+        own = [token for piece in pieces if piece.index == index for token in piece.tokens]
+        assert own == sampled_tokens(PROMPT, index, 6), "nothing is missing, nothing is doubled"
+    assert [piece.stop_reason for piece in pieces if piece.stop_reason] == ["length", "length"]
+    asked = streaming.find(STREAM)
+    assert len(asked) == 3
+    assert len({request.raw_body for request in asked}) == 1, "the same sample"
+    has_begun = fault == DropMidBody()
+    assert [bool(request.query.get("have")) for request in asked] == [False, has_begun, has_begun]
+
+
+def test_a_stream_that_is_cut_again_and_again_is_an_error_not_an_end(connect: Any, streaming: TinkerServer) -> None:
+    sampler = connect(streaming, retry_deadline_s=0.5).create_sampling_client(base_model="stub/model")
+    streaming.script(STREAM, [DropMidBody()] * 200)
+    tokens: list[int] = []
+
+    async def read() -> None:
+        async for piece in sampler.sample_stream(PROMPT, PARAMS):
+            tokens.extend(piece.tokens)
+
     with pytest.raises(APIConnectionError, match=STREAM):
+        run(read())
+    assert tokens == sampled_tokens(PROMPT, 0, len(tokens))
+    assert len(streaming.find(STREAM)) > 2
+
+
+def test_a_silent_stream_is_asked_for_again(connect: Any, streaming: TinkerServer) -> None:
+    sampler = connect(streaming, poll_timeout_s=0.3).create_sampling_client(base_model="stub/model")
+    streaming.settings.stream_pause_after = 2
+
+    async def read() -> list[int]:
+        tokens: list[int] = []
+        async for piece in sampler.sample_stream(PROMPT, PARAMS):
+            tokens += piece.tokens
+            if len(tokens) == 2:
+                streaming.settings.stream_pause_after = None  # for the next connection; this one says no more
+        return tokens
+
+    assert run(read()) == sampled_tokens(PROMPT, 0, 6)
+    assert len(streaming.find(STREAM)) == 2
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        ('token {"index": 0, "position": 2, "tokens": [1]}', "tokens 0 to 2 of sample 0 are missing"),
+        ('token {"index": 1, "tokens": [1]}', "of sample 1, of 1"),
+        ('done {"sequences": [{"stop_reason": "length", "tokens": 3}]}', "0 of 3 tokens of sample 0"),
+    ],
+    ids=["gap", "stranger", "short"],
+)
+def test_a_stream_with_holes_is_an_error(
+    streamer: SamplingClient, streaming: TinkerServer, events: str, says: str
+) -> None:
+    name, _, data = events.partition(" ")
+    body = f"event: {name}\ndata: {data}\n\n".encode()
+    streaming.script(STREAM, [Status(200, {"content-type": "text/event-stream"}, body)])
+    with pytest.raises(WireError, match=says):
         run(collect(streamer))
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.fault_proxy import FaultProxy
 from support.server_process import HELD_BACKEND, ServerProcess
 
 from tinsmith import (
@@ -90,6 +91,32 @@ def test_streamed_tokens_come_one_by_one_and_are_those_of_the_sample(
         return tokens
 
     assert asyncio.run(asyncio.wait_for(consume(), WAIT_S)) == whole.tokens
+
+
+def test_a_stream_goes_on_after_its_connection_broke(
+    server: ServerProcess, client: ServiceClient, connect: Callable[..., ServiceClient]
+) -> None:
+    def drawn() -> int:
+        return sum(execution.kind == "sample" for execution in server.executions)
+
+    before = drawn()
+    server.hold("hold_tokens")
+    with FaultProxy(server.url) as proxy:
+        sampler = connect(proxy.url, api_key=server.key).create_sampling_client(base_model=MODEL)
+        whole = client.create_sampling_client(base_model=MODEL).sample(PROMPT, 2, PARAMS).result(WAIT_S).sequences
+
+        async def consume() -> list[list[int]]:
+            tokens: list[list[int]] = [[], []]
+            async for piece in sampler.sample_stream(PROMPT, PARAMS, 2):
+                tokens[piece.index] += piece.tokens
+                if (server.data_dir / "hold_tokens").exists() and sum(map(len, tokens)) == 2:
+                    await asyncio.to_thread(proxy.drop_all)
+                    server.release("hold_tokens")
+            return tokens
+
+        found = asyncio.run(asyncio.wait_for(consume(), WAIT_S))
+    assert found == [sequence.tokens for sequence in whole]
+    assert drawn() == before + 2, "the sample and the stream, once each"
 
 
 def test_leaving_a_stream_frees_its_place(

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from tinsmith.engine.base import Done, ModelCard, Sample, TokenEvent
-from tinsmith.engine.executor import Executor, SampleEvent, StartError, StateInDoubtError, Step, TrainingJob
+from tinsmith.engine.base import Done, ModelCard, Sample, SaveState, TokenEvent
+from tinsmith.engine.executor import Beside, Executor, SampleEvent, StartError, StateInDoubtError, Step, TrainingJob
 from tinsmith.engine.frames import Finished, Tokens
 from tinsmith.testing.engine import ArithmeticEngine, token_events
 
@@ -23,7 +23,7 @@ def make(options: Mapping[str, Any]) -> Executor:
     `refuse`, `die_at_start`: how many starts, by the start log, go wrong; `die_in`: a job whose id contains this text
     kills the process; `die_on`: so does one whose body contains this text; `doubt_on`: one with this text leaves its
     model in doubt, the first time by the file `doubt_log`; `hold_fifo`: a job whose id contains "hold" waits for this
-    to be opened and closed.
+    to be opened and closed; one that is to be saved beside others waits there when the others may go on.
     """
     if options.get("hang"):
         signal.pause()
@@ -67,17 +67,33 @@ class ArithmeticExecutor:
         if self._die_in is not None and self._die_in in job_id:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def train(self, job: TrainingJob) -> Generator[None, None, Done]:
+    def train(self, job: TrainingJob) -> Generator[None, None, Done | Beside]:
         self._begin(job.job_id)
         body = getattr(job, "body", b"")
         if self._die_on is not None and self._die_on.encode() in body:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._doubt_on is not None and self._doubt_on.encode() in body and _append(self._doubt_log, "doubt") == 1:
             raise StateInDoubtError("half of it was changed")
-        if self._hold_fifo is not None and "hold" in job.job_id:
-            Path(self._hold_fifo).read_bytes()  # until the test opens the other end and closes it
+        if isinstance(job, SaveState) and job.beside:
+            return self._save_beside(job)
+        self._hold(job)
         yield
         return self._engine.execute(job)
+
+    def _hold(self, job: TrainingJob) -> None:
+        if self._hold_fifo is not None and "hold" in job.job_id:
+            Path(self._hold_fifo).read_bytes()  # until the test opens the other end and closes it
+
+    def _save_beside(self, job: SaveState) -> Beside:
+        staged = f"{job.directory}.staged"
+        done = self._engine.execute(msgspec.structs.replace(job, directory=staged))
+
+        def finish() -> Done:
+            self._hold(job)
+            os.rename(staged, job.directory)
+            return done
+
+        return Beside(finish)
 
     def add_sample(self, job: Sample, stream: bool) -> None:
         self._begin(job.job_id)

@@ -83,8 +83,14 @@ class Jobs:
         body = json_codec.encode(OptimStepRequest(model_id=self.model_id, seq_id=1, adam_params=adam))
         return base.OptimStep(**self._common(), model_id=self.model_id, body=body)
 
-    def save(self, directory: Path, optimizer: bool = True) -> base.SaveState:
-        return base.SaveState(**self._common(), model_id=self.model_id, directory=str(directory), optimizer=optimizer)
+    def save(self, directory: Path, optimizer: bool = True, beside: bool = False) -> base.SaveState:
+        return base.SaveState(
+            **self._common(),
+            model_id=self.model_id,
+            directory=str(directory),
+            optimizer=optimizer,
+            beside=beside,
+        )
 
     def load(self, directory: Path, optimizer: bool = True) -> base.LoadState:
         return base.LoadState(**self._common(), model_id=self.model_id, directory=str(directory), optimizer=optimizer)

@@ -168,8 +168,10 @@ def _events(core: Core, response: SampleResponse) -> Iterator[bytes]:
             tokens = sequence.tokens[start : start + step]
             if tokens:
                 logprobs = (sequence.logprobs or [])[start : start + step]
-                yield _event("token", {"index": index, "tokens": tokens, "logprobs": logprobs})
-    yield _event("done", {"sequences": [{"stop_reason": sequence.stop_reason} for sequence in response.sequences]})
+                piece = {"index": index, "position": start, "tokens": tokens, "logprobs": logprobs}
+                yield _event("token", piece)
+    ends = [{"stop_reason": each.stop_reason, "tokens": len(each.tokens)} for each in response.sequences]
+    yield _event("done", {"sequences": ends})
 
 
 def _event(name: str, data: Any) -> bytes:

@@ -13,8 +13,8 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any, Concatenate, ParamSpec, TypeVar
 from urllib.parse import urlencode
 
 import msgspec
@@ -47,11 +47,26 @@ from tinsmith.wire.service import ClientConfigRequest, ClientConfigResponse, Cli
 
 logger = logging.getLogger(__name__)
 
+C = TypeVar("C")
+P = ParamSpec("P")
+T = TypeVar("T")
+
 JSON_TYPE = "application/json"
 PROTOBUF_TYPE = "application/x-protobuf"
 MIN_REFRESH_S = 10.0
 MAX_DELAY_S = 5.0
 """The longest pause between two attempts: a server that comes back is noticed soon."""
+
+
+def decoded(
+    answer: Callable[Concatenate[C, Route, P], Awaitable[HttpResponse]],
+) -> Callable[Concatenate[C, Route, P], Coroutine[Any, Any, Any]]:
+    """The same call, with its answer decoded as the route says."""
+
+    async def call(connection: C, route: Route, /, *arguments: P.args, **options: P.kwargs) -> Any:
+        return promised_answer(route, await answer(connection, route, *arguments, **options))
+
+    return call
 
 
 class Connection:
@@ -98,31 +113,6 @@ class Connection:
         else:
             self._ready.result()
 
-    async def call(
-        self,
-        route: Route,
-        request: Any = None,
-        *,
-        path: Mapping[str, str] | None = None,
-        query: Message | None = None,
-        headers: Mapping[str, str] | None = None,
-        purpose: Purpose = Purpose.REST,
-        policy: RetryPolicy | None = None,
-        timeout_s: float | None = None,
-    ) -> Any:
-        """Make a call and decode its answer as the route says; None where it promises no body."""
-        response = await self.answer(
-            route,
-            request,
-            path=path,
-            query=query,
-            headers=headers,
-            purpose=purpose,
-            policy=policy,
-            timeout_s=timeout_s,
-        )
-        return None if route.response is None else decode_answer(route, response, route.response)
-
     async def answer(
         self,
         route: Route,
@@ -148,6 +138,8 @@ class Connection:
             timeout_s=timeout_s,
         )
 
+    call = decoded(answer)
+
     async def send(
         self,
         route: Route,
@@ -170,10 +162,22 @@ class Connection:
         async def attempt(number: int) -> HttpResponse:
             return await self._attempt(route, url, body, headers, purpose, timeout_s, credential, idempotency, number)
 
+        return await self.persist(route, url, attempt, policy)
+
+    async def persist(
+        self,
+        route: Route,
+        url: str,
+        attempt: Callable[[int], Awaitable[T]],
+        policy: RetryPolicy,
+        trouble: Affected | None = None,
+    ) -> T:
+        """Try until it succeeds or the policy gives up; says once what it waits for. An attempt that goes on for long
+        after it has reached the server says by `trouble` that it has."""
         self._check_breaker(route)
-        trouble = Affected(self.outage)
+        trouble = trouble or Affected(self.outage)
         try:
-            response = await retrying(
+            result = await retrying(
                 attempt,
                 policy,
                 on_wait=lambda wait: self._say(url, wait, trouble),
@@ -190,7 +194,7 @@ class Connection:
         finally:
             trouble.over()
         self.breaker.succeeded(route.name)
-        return response
+        return result
 
     @property
     def is_ready(self) -> bool:
@@ -340,6 +344,11 @@ class Connection:
         if trouble.begin():
             left = patience_s(self.policy().deadline_s - wait.elapsed_s)
             logger.warning("%s; trying again for up to %.0f s (%s)", wait.error, left, url)
+
+
+def promised_answer(route: Route, response: HttpResponse) -> Any:
+    """An answer as what its route promises; None where that is no body."""
+    return None if route.response is None else decode_answer(route, response, route.response)
 
 
 def decode_answer(route: Route, response: HttpResponse, type_: Any) -> Any:

@@ -12,15 +12,17 @@ import secrets
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote, urlencode
 
 import msgspec
 
+from tinsmith.client.connection import decode_answer
 from tinsmith.client.operations import Operations
 from tinsmith.errors import NotFoundError, RequestInfo, TinkerError
 from tinsmith.transport.base import HttpRequest, HttpResponse, Purpose
 from tinsmith.wire import faults
+from tinsmith.wire.routes import Route
 
 PREFIX = "/tinsmith/v1"
 TIMEOUT_S = 10.0
@@ -110,30 +112,25 @@ class Extensions:
         with path.open("rb") as file:
             part = file.read(PART_BYTES)
             while part or not offset:  # an empty file is a part of its own
-                query = urlencode({"upload": upload, "file": name, "offset": offset})
-                await self._post(f"import_parts?{query}", part)
+                await self._post("import_parts", part, upload=upload, file=name, offset=offset)
                 digest.update(part)
                 offset += max(1, len(part))
                 part = file.read(PART_BYTES)
         return digest.hexdigest()
 
-    async def _post(self, path: str, body: bytes) -> dict[str, Any]:
+    async def _post(self, name: str, body: bytes, **query: str | int) -> dict[str, Any]:
+        """Send a piece of an import, again and again if need be: a server takes each one once."""
         connection = self._holder.connection
-        response = await connection.transport().send(
-            HttpRequest(
-                method="POST",
-                url=f"{connection.config.base_url}{PREFIX}/{path}",
-                headers={**await connection.headers(), "content-type": "application/msgpack"},
-                body=body,
-                timeout_s=UPLOAD_TIMEOUT_S,
-                purpose=Purpose.REST,
-            )
+        route = Route(name=name, method="POST", path=f"{PREFIX}/{name}")
+        response = await connection.send(
+            route,
+            body,
+            url=f"{connection.config.base_url}{route.path}{'?' if query else ''}{urlencode(query)}",
+            headers={"content-type": "application/msgpack"},
+            purpose=Purpose.REST,
+            timeout_s=UPLOAD_TIMEOUT_S,
         )
-        answer = _object(response)
-        if response.status != 200 or answer is None:
-            info = RequestInfo("POST", response.url)
-            raise faults.status_error(response.status, response.body, response.headers, info)
-        return answer
+        return cast(dict[str, Any], decode_answer(route, response, dict[str, Any]))
 
     async def _get(self, path: str, headers: dict[str, str]) -> HttpResponse:
         connection = self._holder.connection

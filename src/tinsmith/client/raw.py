@@ -15,7 +15,7 @@ from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
-from tinsmith.client.connection import Connection, decode_answer
+from tinsmith.client.connection import Connection, promised_answer
 from tinsmith.client.downloads import Progress, download
 from tinsmith.client.futures import Future, awaited
 from tinsmith.errors import InvalidInputError, WireError
@@ -71,10 +71,8 @@ class RawResponse:
 
     def parse(self) -> Any:
         """What the same call gives without `with_raw_response`; of `get`, plain values."""
-        if self._route.response is None:
-            return None
         response = HttpResponse(status=self.status_code, headers=self.headers, body=self.content, url=self.url)
-        return decode_answer(self._route, response, self._route.response)
+        return promised_answer(self._route, response)
 
     def write_to_file(self, file: str | PathLike[str]) -> Path:
         """The body as a file."""

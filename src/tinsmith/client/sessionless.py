@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
-from tinsmith.client.connection import Connection, decode_answer
+from tinsmith.client.connection import Connection, promised_answer
 from tinsmith.client.embedded import client_config
 from tinsmith.client.futures import Future
 from tinsmith.client.operations import Operations
@@ -53,7 +53,7 @@ class SessionlessClient:
         answer = await self.holder.connection.answer(route, request, headers=headers, **call)
         if self._is_raw:
             return RawResponse.of(route, answer)
-        return None if route.response is None else decode_answer(route, answer, route.response)
+        return promised_answer(route, answer)
 
     def _call(self, route: Route, method: str, request: Any = None, **call: Any) -> Future[Any]:
         return self.holder.submit(method, self._answer(route, method, request, **call))

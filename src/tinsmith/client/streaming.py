@@ -7,19 +7,28 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from tinsmith.client.deadlines import Limit
-from tinsmith.client.operations import Operations
-from tinsmith.errors import RequestFailedError, RequestInfo, TinkerError, WireError
+from tinsmith.client.operations import Operations, cancel_sample
+from tinsmith.client.outage import Affected
+from tinsmith.errors import (
+    APITimeoutError,
+    RequestFailedError,
+    RequestInfo,
+    TinkerError,
+    WireError,
+)
 from tinsmith.transport.base import HttpRequest, Purpose
-from tinsmith.transport.sse import events
+from tinsmith.transport.sse import SseEvent, events
 from tinsmith.wire import faults, json_codec
+from tinsmith.wire.own_routes import REQUEST_ID_HEADER, SAMPLE_STREAM
 from tinsmith.wire.sampling import SampleRequest
 
-STREAM_PATH = "/tinsmith/v1/sample_stream"
+T = TypeVar("T")
+
 MAX_ERROR_BYTES = 64 * 1024
 MAX_STREAM_S = 24 * 3600.0
 BUFFERED_EVENTS = 256
@@ -49,11 +58,13 @@ async def stream_sample(
         with contextlib.suppress(RuntimeError):  # the consumer's loop is gone
             loop.call_soon_threadsafe(arrived.set)
 
+    async def take(piece: SampledTokens) -> None:
+        while len(pieces) >= BUFFERED_EVENTS:
+            await asyncio.sleep(0.005)
+        put(piece)
+
     async def pump() -> None:
-        async for piece in _pieces(holder, request, take_number):
-            while len(pieces) >= BUFFERED_EVENTS:
-                await asyncio.sleep(0.005)
-            put(piece)
+        await _SampleStream(holder, take).run(request, take_number)
 
     pumping = holder.submit("sample_stream", pump(), limit=limit)
     pumping.add_done_callback(lambda done: put(None if done.cancelled() else done.exception()))
@@ -73,55 +84,147 @@ async def stream_sample(
         pumping.cancel()
 
 
-async def _pieces(
-    holder: Operations, request: SampleRequest, take_number: Callable[[], Awaitable[int]]
-) -> AsyncIterator[SampledTokens]:
-    connection = holder.connection
-    await connection.ready()
-    if not connection.extensions.get("sample_stream"):
-        raise TinkerError(
-            f"{connection.config.base_url} does not stream tokens (it announces no sample_stream); use sample() instead"
+class _SampleStream:
+    """One sample followed to its end, over as many connections as that takes; each piece is taken once."""
+
+    def __init__(self, holder: Operations, take: Callable[[SampledTokens], Awaitable[None]]) -> None:
+        self._holder = holder
+        self._take = take
+        self._have: list[int] = []
+        """Tokens of each sequence that were taken."""
+        self._request_id: str | None = None
+        self._trouble = Affected(holder.connection.outage)
+
+    async def run(self, request: SampleRequest, take_number: Callable[[], Awaitable[int]]) -> None:
+        connection = self._holder.connection
+        await connection.ready()
+        if not connection.extensions.get("sample_stream"):
+            url = connection.config.base_url
+            raise TinkerError(f"{url} does not stream tokens (it announces no sample_stream); use sample() instead")
+        self._have = [0] * request.num_samples
+        body = json_codec.encode(request.model_copy(update={"seq_id": await take_number()}))
+        try:
+            await self._follow(body)
+        except asyncio.CancelledError:
+            self._take_back()
+            raise
+        finally:
+            self._holder.pending_samples.discard(self._request_id or "")
+
+    async def _follow(self, body: bytes) -> None:
+        """Connect again and again; what a connection brought gives the next ones new time."""
+        connection = self._holder.connection
+        url = connection.config.base_url + SAMPLE_STREAM.path
+        while True:
+            before = sum(self._have)
+            try:
+                return await connection.persist(
+                    SAMPLE_STREAM, url, lambda _: self._read(url, body), connection.policy(), self._trouble
+                )
+            except TinkerError as error:
+                if not error.retryable or sum(self._have) == before:
+                    raise
+
+    async def _read(self, url: str, body: bytes) -> None:
+        """Take what one connection brings, to the end of the sample."""
+        connection = self._holder.connection
+        http = HttpRequest(
+            method="POST",
+            url=f"{url}?have={','.join(map(str, self._have))}" if any(self._have) else url,
+            headers=await connection.headers({"content-type": "application/json", "accept": "text/event-stream"}),
+            body=body,
+            timeout_s=MAX_STREAM_S,
+            connect_timeout_s=connection.config.connect_timeout_s,
+            purpose=Purpose.SAMPLE,
         )
-    url = connection.config.base_url + STREAM_PATH
-    body = json_codec.encode(request.model_copy(update={"seq_id": await take_number()}))
-    http = HttpRequest(
-        method="POST",
-        url=url,
-        headers=await connection.headers({"content-type": "application/json", "accept": "text/event-stream"}),
-        body=body,
-        timeout_s=MAX_STREAM_S,
-        connect_timeout_s=connection.config.connect_timeout_s,
-        purpose=Purpose.SAMPLE,
-    )
-    async with connection.transport().stream(http) as response:
-        if response.status >= 400:
-            refused = await response.read(MAX_ERROR_BYTES)
-            raise faults.status_error(response.status, refused, response.headers, RequestInfo("POST", url))
-        async for event in events(response):
-            data = _data(event.data)
-            if event.event == "error":
-                raise RequestFailedError(str(data.get("error")), "", str(data.get("category") or "unknown"))
-            if event.event == "done":
-                for index, sequence in enumerate(data.get("sequences", [])):
-                    yield SampledTokens(index, [], [], sequence.get("stop_reason"))
-                return
-            if event.event == "token":
-                yield _token_event(data)
-    raise WireError("the stream ended before the samples were done")
+        async with connection.transport().stream(http) as response:
+            if response.status >= 400:
+                refused = await response.read(MAX_ERROR_BYTES)
+                raise faults.status_error(response.status, refused, response.headers, RequestInfo("POST", url))
+            self._trouble.over()
+            self._begun(response.headers.get(REQUEST_ID_HEADER))
+            coming = aiter(events(response))
+            while True:
+                try:
+                    async with asyncio.timeout(connection.config.poll_timeout_s):
+                        event = await anext(coming)
+                except TimeoutError:
+                    raise APITimeoutError(
+                        RequestInfo("POST", url), f"{url} is silent in the middle of a stream"
+                    ) from None
+                except StopAsyncIteration:
+                    raise WireError("the stream ended before the samples were done") from None
+                if await self._is_last(event):
+                    return
+
+    async def _is_last(self, event: SseEvent) -> bool:
+        data = _data(event.data)
+        if event.event == "error":
+            text, category = str(data.get("error")), str(data.get("category") or "unknown")
+            raise RequestFailedError(text, self._request_id or "", category)
+        if event.event == "token":
+            await self._take_tokens(_converted(data, _TokenEvent))
+        if event.event != "done":
+            return False
+        ends = _converted(data, _DoneEvent).sequences
+        for index, end in enumerate(ends):
+            have = self._have[index] if index < len(self._have) else 0
+            if end.tokens is not None and end.tokens != have:
+                raise WireError(f"the stream ended with {have} of {end.tokens} tokens of sample {index}")
+        for index, end in enumerate(ends):
+            await self._take(SampledTokens(index, [], [], end.stop_reason))
+        return True
+
+    async def _take_tokens(self, event: _TokenEvent) -> None:
+        """Take what is new in an event; a server may begin earlier than it was asked to."""
+        if not 0 <= event.index < len(self._have):
+            raise WireError(f"a token event of the stream is of sample {event.index}, of {len(self._have)}")
+        have = self._have[event.index]
+        position = have if event.position is None else event.position
+        if position > have:
+            raise WireError(f"tokens {have} to {position} of sample {event.index} are missing in the stream")
+        new = slice(have - position, None)
+        tokens, logprobs = event.tokens[new], (event.logprobs or [])[new]
+        if tokens:
+            self._have[event.index] += len(tokens)
+            await self._take(SampledTokens(event.index, tokens, logprobs))
+
+    def _begun(self, request_id: str | None) -> None:
+        if request_id is not None:
+            self._request_id = request_id
+            self._holder.pending_samples.add(request_id)
+
+    def _take_back(self) -> None:
+        """The consumer has left: the server need not wait for it to come back."""
+        connection = self._holder.connection
+        if self._request_id is None or not connection.dynamic.sample_cancel_enabled or connection.runner.is_closed:
+            return
+        connection.runner.spawn(cancel_sample(connection, self._request_id))
 
 
 class _TokenEvent(msgspec.Struct):
     index: int
     tokens: list[int]
     logprobs: list[float] | None = None
+    position: int | None = None
+    """Of the first token, in its sample."""
 
 
-def _token_event(data: dict[str, Any]) -> SampledTokens:
+class _End(msgspec.Struct):
+    stop_reason: str | None = None
+    tokens: int | None = None
+    """How many there were."""
+
+
+class _DoneEvent(msgspec.Struct):
+    sequences: list[_End] = []
+
+
+def _converted(data: dict[str, Any], type_: type[T]) -> T:
     try:
-        event = msgspec.convert(data, _TokenEvent)
+        return msgspec.convert(data, type_)
     except msgspec.ValidationError as error:
-        raise WireError(f"a token event of the stream is malformed: {error}") from None
-    return SampledTokens(event.index, event.tokens, event.logprobs or [])
+        raise WireError(f"an event of the stream is malformed: {error}") from None
 
 
 def _data(text: str) -> dict[str, Any]:

@@ -26,8 +26,6 @@ from tinsmith.engine.optim import AdamW
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MAX_BYTES = 2 << 30
-
 
 @dataclass(eq=False, slots=True)
 class Model:
@@ -58,7 +56,7 @@ class Adapters:
         self,
         config: ModelConfig,
         device: torch.device,
-        max_bytes: int = DEFAULT_MAX_BYTES,
+        max_bytes: int,
         directory: Path | None = None,
     ) -> None:
         self._config = config

@@ -82,6 +82,8 @@ class SaveState(Job, frozen=True, kw_only=True, tag="save_state"):
     model_id: str
     directory: str
     optimizer: bool
+    beside: bool = False
+    """Whether the model's next jobs may be done, and their results told, before it is written."""
 
 
 class LoadState(Job, frozen=True, kw_only=True, tag="load_state"):

@@ -1,7 +1,7 @@
 """The seam inside an engine process: the worker's loop decides what runs next, an executor computes it.
 
 An executor is made in the engine's process by a factory, named `module:function`, from a dict of options; the factory
-loads the model and raises `StartError` if it cannot. Everything is called from one thread.
+loads the model and raises `StartError` if it cannot. Everything but `Beside.finish` is called from one thread.
 
 Does not know: sockets, order, fairness. No import of torch here.
 """
@@ -47,12 +47,19 @@ class Step:
     tokens: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """The rest of a job that needs neither the device nor the model any more: a thread does it while others compute."""
+
+    finish: Callable[[], Done]
+
+
 class Executor(Protocol):
     """A loaded base model with its adapters."""
 
     def describe(self) -> ModelCard: ...
 
-    def train(self, job: TrainingJob) -> Generator[None, None, Done]:
+    def train(self, job: TrainingJob) -> Generator[None, None, Done | Beside]:
         """Do a job in steps that are short where they can be: other work may run wherever it yields.
 
         Whatever it raises, the model is as it was before, but for StateInDoubtError. Jobs of one model never overlap.

@@ -58,7 +58,7 @@ class LocalBackend(ProcessBackend):
         super().__init__((), SupervisorOptions(idle_s=config.idle_model_s))
         self._config = config
         self._sources = named_sources(config.models)
-        self._cache_dir = config.models_dir or config.data_dir / "models"
+        self._cache_dir = cache_dir(config)
 
     async def open(self) -> None:
         self._cache_dir.mkdir(parents=True, exist_ok=True)
@@ -74,16 +74,7 @@ class LocalBackend(ProcessBackend):
                 tokenizer_directory=prepared.tokenizer_directory,
                 lora_alpha=self._config.lora_alpha,
             )
-            options = TorchOptions(
-                card=card,
-                source=prepared.source,
-                cache_dir=str(self._cache_dir),
-                spool_dir=str(self._config.data_dir / "spool"),
-                device=self._config.device,
-                dtype=self._config.dtype,
-                threads=self._config.threads,
-            )
-            specs.append(torch_spec(options))
+            specs.append(torch_spec(engine_options(self._config, card, prepared.source, len(self._sources))))
         self._specs = tuple(specs)
         self._eager = frozenset(self._sources) if len(self._sources) == 1 else frozenset()
         await super().open()
@@ -98,6 +89,27 @@ class LocalBackend(ProcessBackend):
         prepared = await _prepare(source, self._cache_dir)
         known.write_bytes(msgspec.json.encode({**kept, source: prepared}))
         return prepared
+
+
+def cache_dir(config: ServerConfig) -> Path:
+    return config.models_dir or config.data_dir / "models"
+
+
+def engine_options(config: ServerConfig, card: ModelCard, source: str, engines: int) -> TorchOptions:
+    """What the engine of one model is told, out of `engines` that a server may run."""
+    return TorchOptions(
+        card=card,
+        source=source,
+        cache_dir=str(cache_dir(config)),
+        spool_dir=str(config.data_dir / "spool"),
+        device=config.device,
+        dtype=config.dtype,
+        threads=config.threads,
+        adapter_bytes=config.adapter_bytes,
+        sampler_adapter_bytes=config.sampler_adapter_bytes,
+        cache_bytes=config.cache_bytes,
+        engines=engines,
+    )
 
 
 def _read(path: Path) -> dict[str, Prepared]:

@@ -9,8 +9,6 @@ Shapes: T tokens, D hidden, E = 2 I, I intermediate, H heads, C head dim, F = C 
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import numpy as np
 import torch
 from torch.nn.functional import silu
@@ -19,42 +17,7 @@ from tinsmith.engine.models.rope import rotate
 from tinsmith.engine.packed_linear import can_compile, can_pack
 
 
-class RowOps(Protocol):
-    """The operations of one pass."""
-
-    def norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """x * scale * weight and scale_T1 = 1 / rms(x)."""
-        ...
-
-    def scaled(self, x_TD: torch.Tensor, scale_T1: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        """x * scale * weight again."""
-        ...
-
-    def norm_back(
-        self,
-        grad_TD: torch.Tensor,
-        x_TD: torch.Tensor,
-        scale_T1: torch.Tensor,
-        weight_D: torch.Tensor,
-        beside_TD: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The gradient at the input of a norm, and with it the one that went past the norm."""
-        ...
-
-    def gate(self, gate_up_TE: torch.Tensor) -> torch.Tensor:
-        """active_TI: silu of the first half times the second."""
-        ...
-
-    def gate_back(self, active_grad_TI: torch.Tensor, gate_up_TE: torch.Tensor) -> torch.Tensor:
-        """The gradient at gate_up_TE."""
-        ...
-
-    def turn(self, x_THC: torch.Tensor, heads: int, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
-        """x with the two halves of each of the first `heads` turned against each other."""
-        ...
-
-
-def row_ops(device: torch.device, dtype: torch.dtype) -> RowOps:
+def row_ops(device: torch.device, dtype: torch.dtype) -> TorchRows:
     """The fastest form for a device and dtype."""
     return CompiledRows() if can_pack(device, dtype) and can_compile() else TorchRows()
 
@@ -69,13 +32,15 @@ def compile_rows() -> None:
 
 
 class TorchRows:
-    """By torch."""
+    """The operations of one pass, by torch."""
 
     def norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """x * scale * weight and scale_T1 = 1 / rms(x)."""
         scale_T1 = norm_scale(x_TD, eps)
         return x_TD * scale_T1 * weight_D, scale_T1
 
     def scaled(self, x_TD: torch.Tensor, scale_T1: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        """x * scale * weight again."""
         return x_TD * scale_T1 * weight_D
 
     def norm_back(
@@ -86,14 +51,17 @@ class TorchRows:
         weight_D: torch.Tensor,
         beside_TD: torch.Tensor | None,
     ) -> torch.Tensor:
+        """The gradient at the input of a norm, and with it the one that went past the norm."""
         through_TD = norm_backward(grad_TD, x_TD, scale_T1, weight_D)
         return through_TD if beside_TD is None else through_TD.add_(beside_TD)
 
     def gate(self, gate_up_TE: torch.Tensor) -> torch.Tensor:
+        """active_TI: silu of the first half times the second."""
         gate_TI, up_TI = gate_up_TE.chunk(2, dim=1)
         return silu(gate_TI).mul_(up_TI)
 
     def gate_back(self, active_grad_TI: torch.Tensor, gate_up_TE: torch.Tensor) -> torch.Tensor:
+        """The gradient at gate_up_TE."""
         gate_TI, up_TI = gate_up_TE.chunk(2, dim=1)
         gate_up_grad_TE = torch.empty_like(gate_up_TE)
         gate_grad_TI, up_grad_TI = gate_up_grad_TE.chunk(2, dim=1)
@@ -102,10 +70,11 @@ class TorchRows:
         return gate_up_grad_TE
 
     def turn(self, x_THC: torch.Tensor, heads: int, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
+        """x with the two halves of each of the first `heads` turned against each other."""
         return torch.cat((rotate(x_THC[:, :heads], cos_T1F, sin_T1F), x_THC[:, heads:]), dim=1)
 
 
-class CompiledRows:
+class CompiledRows(TorchRows):
     """By kernels; every tensor is a float32 one on the CPU."""
 
     def __init__(self) -> None:

@@ -7,8 +7,9 @@ Owns: what each job means for adapters, optimizer, trainer and checkpoints, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,9 +20,10 @@ from tinsmith.engine.adapters import Adapters, Model
 from tinsmith.engine.base import Created, Done, JobFailedError, ModelCard, Sample, SavedFiles, Usage
 from tinsmith.engine.checkpoints import CheckpointInfo, read_checkpoint, write_checkpoint
 from tinsmith.engine.custom_graph import CustomLoss
-from tinsmith.engine.executor import StateInDoubtError, Step, TrainingJob
+from tinsmith.engine.executor import Beside, StateInDoubtError, Step, TrainingJob
 from tinsmith.engine.fingerprint import fingerprint
-from tinsmith.engine.models.load import load_model
+from tinsmith.engine.memory_caps import MemoryCaps, chosen_caps, default_caps
+from tinsmith.engine.models.load import LoadedModel, built_in_bytes, load_model, memory_needed
 from tinsmith.engine.optim import AdamW, check_optimizer
 from tinsmith.engine.torch_samples import TorchSamples, check_base
 from tinsmith.engine.torch_start import TorchOptions
@@ -56,20 +58,22 @@ class TorchExecutor:
         device = torch.device(options.device)
         self._card = _card(options.card, loaded.config.vocab_size, loaded.tokenizer_dir)
         self._context_length = loaded.config.max_context_length
-        self._adapters = Adapters(loaded.config, device, options.adapter_bytes, spool_dir)
+        caps = memory_caps(options, loaded)
+        self._adapters = Adapters(loaded.config, device, caps.adapter_bytes, spool_dir)
         self._trainer = Trainer(loaded.decoder, options.micro_batch_tokens)
-        self._samples = TorchSamples(loaded, options)
+        self._samples = TorchSamples(loaded, caps, cache_dir)
         self._fingerprint = fingerprint(
             device, dtype, options.micro_batch_tokens, Path(source), loaded.decoder.products
         )
         logger.info(
-            "%s from %s: %s weights, %s on %s, %d threads",
+            "%s from %s: %s weights, %s on %s, %d threads; %s",
             options.card.name,
             source,
             f"{loaded.config.parameter_count():,}",
             dtype,
             options.device,
             torch.get_num_threads(),
+            caps,
         )
 
     def close(self) -> None:
@@ -79,7 +83,7 @@ class TorchExecutor:
     def describe(self) -> ModelCard:
         return self._card
 
-    def train(self, job: TrainingJob) -> Generator[None, None, Done]:
+    def train(self, job: TrainingJob) -> Generator[None, None, Done | Beside]:
         with told_to_the_user():
             match job:
                 case base.CreateModel():
@@ -146,8 +150,7 @@ class TorchExecutor:
             adapter.zero_gradients()
         return Done(body=json_codec.encode(OptimStepResponse(metrics=metrics)))
 
-    def _save(self, job: base.SaveState) -> Done:
-        directory = Path(job.directory)
+    def _save(self, job: base.SaveState) -> Done | Beside:
         with self._adapters.use(job.model_id) as model:
             adapter = model.adapter
             info = CheckpointInfo(
@@ -159,10 +162,23 @@ class TorchExecutor:
                 train_mlp=adapter.train_mlp,
                 train_unembed=adapter.train_unembed,
             )
-            state = model.optimizer.state() if job.optimizer else None
-            manifest = write_checkpoint(directory, info, adapter.parameters(), state)
-        size_bytes = sum(path.stat().st_size for path in directory.iterdir())
-        return Done(body=msgspec.json.encode(SavedFiles(size_bytes=size_bytes, digest=manifest.digest)))
+            weights, state = adapter.parameters(), model.optimizer.state() if job.optimizer else None
+            if not job.beside:
+                return written(Path(job.directory), info, weights, state)
+            weights, state = copied(weights), None if state is None else copied(state)
+        return Beside(partial(written, Path(job.directory), info, weights, state))
+
+
+def memory_caps(options: TorchOptions, model: LoadedModel) -> MemoryCaps:
+    """What an engine keeps at most: as its options say, or by the memory of its device."""
+    device = model.decoder.device
+    weights_bytes = memory_needed(model.config, model.decoder.dtype, device)
+    return chosen_caps(
+        default_caps(built_in_bytes(device), weights_bytes, device.type, options.engines),
+        adapter_bytes=options.adapter_bytes,
+        sampler_adapter_bytes=options.sampler_adapter_bytes,
+        cache_bytes=options.cache_bytes,
+    )
 
 
 @contextmanager
@@ -187,6 +203,24 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether a computation failed for want of memory; torch says so on the CPU in words only."""
     is_typed = isinstance(error, (MemoryError, torch.OutOfMemoryError))
     return is_typed or "can't allocate memory" in str(error) or "not enough memory" in str(error)
+
+
+def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As they are now, whatever becomes of them."""
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def written(
+    directory: Path,
+    info: CheckpointInfo,
+    weights: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor] | None,
+) -> Done:
+    """Write a checkpoint that lasts; what its client is told."""
+    with told_to_the_user():
+        manifest = write_checkpoint(directory, info, weights, state)
+    size_bytes = sum(path.stat().st_size for path in directory.iterdir())
+    return Done(body=msgspec.json.encode(SavedFiles(size_bytes=size_bytes, digest=manifest.digest)))
 
 
 def load_into(model: Model, directory: Path, base_model: str, *, optimizer: bool) -> None:

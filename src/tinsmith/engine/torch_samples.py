@@ -16,12 +16,12 @@ from tinsmith.engine.base import Category, Done, Sample, TokenEvent, Usage
 from tinsmith.engine.checkpoints import CheckpointInfo, read_checkpoint, read_manifest
 from tinsmith.engine.executor import SampleEvent, Step
 from tinsmith.engine.lora import LoraAdapter
+from tinsmith.engine.memory_caps import MemoryCaps
 from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.models.load import LoadedModel
 from tinsmith.engine.sample_job import SampleJob
 from tinsmith.engine.sampler import Sampler, SamplerLimits
 from tinsmith.engine.token_bytes import read_token_bytes
-from tinsmith.engine.torch_start import TorchOptions
 from tinsmith.errors import InvalidInputError
 from tinsmith.wire import json_codec
 from tinsmith.wire.proto_sampling import encode_response
@@ -39,13 +39,13 @@ class _Running:
 class TorchSamples:
     """The samples under way and the adapters they are drawn from, the one used last at the end."""
 
-    def __init__(self, model: LoadedModel, options: TorchOptions) -> None:
+    def __init__(self, model: LoadedModel, caps: MemoryCaps, cache_dir: Path) -> None:
         table = read_token_bytes(model.tokenizer_dir / "tokenizer.json")
         self._config = model.config
-        self._device = torch.device(options.device)
-        limits = SamplerLimits(cache_bytes=options.cache_bytes)
-        self._sampler = Sampler(model.decoder, table, limits, Path(options.cache_dir))
-        self._max_bytes = options.sampler_adapter_bytes
+        self._device = model.decoder.device
+        limits = SamplerLimits(cache_bytes=caps.cache_bytes)
+        self._sampler = Sampler(model.decoder, table, limits, cache_dir)
+        self._max_bytes = caps.sampler_adapter_bytes
         self._running: dict[str, _Running] = {}
         self._sizes: dict[str, int] = {}
 

@@ -42,12 +42,14 @@ class TorchOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: int = 0
     """Threads that compute, 0: one per core. Results are the same bits for the same number only."""
     micro_batch_tokens: int = 512
-    adapter_bytes: int = 2 << 30
-    """Adapters in training that stay in memory; the rest goes to disk."""
-    sampler_adapter_bytes: int = 1 << 30
+    adapter_bytes: int | None = None
+    """Adapters in training that stay in memory; the rest goes to disk. None, here and below: by `memory_caps`."""
+    sampler_adapter_bytes: int | None = None
     """Frozen adapters that stay in memory for sampling."""
-    cache_bytes: int = 1 << 30
+    cache_bytes: int | None = None
     """Keys and values of the sampler."""
+    engines: int = 1
+    """Engines that share the machine's memory, this one included."""
     spool_dir: str | None = None
     """Where adapters go that memory has no room for; None: where temporary files go."""
 

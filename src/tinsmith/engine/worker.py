@@ -1,6 +1,7 @@
 """The engine process: `python -m tinsmith.engine.worker`, started by `child` with a socket to the API process.
 
-A thread reads frames; the main thread alone computes and answers. It ends when the API process does: the kernel kills
+A thread reads frames; the main thread alone computes and answers, and another may write what a job left to be written.
+It ends when the API process does: the kernel kills
 it (Linux), and elsewhere the end of the socket does.
 Does not know: how anything is computed (`executor`), whose turn it is (`scheduler`).
 """
@@ -26,7 +27,7 @@ import msgspec
 
 from tinsmith.engine import frames, freed_memory
 from tinsmith.engine.base import Category, Done, JobFailedError, Sample
-from tinsmith.engine.executor import Executor, Factory, StartError, StateInDoubtError, TrainingJob
+from tinsmith.engine.executor import Beside, Executor, Factory, StartError, StateInDoubtError, TrainingJob
 from tinsmith.engine.frames import Began, Cancelled, Failed, Finished, Frame, FrameCutter, StartFailed, ToEngine
 from tinsmith.engine.scheduler import Job, Scheduler, Turn
 
@@ -43,12 +44,19 @@ REST_S = 10.0
 """After so long without work the memory of the last is given back."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What a thread beside the main one has come to."""
+
+    answer: Finished | Failed
+
+
 class Pipe:
     """The socket to the API process: frames in by a thread, frames out from the main thread."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self.inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[ToEngine | Ended] = queue.SimpleQueue()
         self._outbox: list[bytes] = []
 
     def listen(self) -> None:
@@ -76,7 +84,7 @@ class Operation:
     """A training job at the engine; `steps` is there once it has begun."""
 
     job: TrainingJob
-    steps: Generator[None, None, Done] | None = None
+    steps: Generator[None, None, Done | Beside] | None = None
     device_s: float = 0.0
 
 
@@ -92,13 +100,15 @@ class Worker:
         self._samples: dict[str, str] = {}
         self._new: list[frames.Submit] = []
         self._is_stopping = False
+        self._is_writing = False
+        """Whether a thread finishes a job."""
 
     def run(self) -> None:
         """Work until told to stop and all that has begun is done."""
         while True:
             self._read()
             turn = self._scheduler.next()
-            if turn is None:
+            if turn is None:  # told to stop, and nothing is left
                 return
             if turn.job_id is not None:
                 self._train(self._operations[turn.job_id])
@@ -110,7 +120,10 @@ class Worker:
         """Take what has arrived; wait for something where there is nothing to do."""
         rest_s: float | None = REST_S
         while True:
-            is_busy = bool(self._operations or self._samples or self._new or self._is_stopping)
+            is_ending = self._is_stopping and not self._is_writing
+            is_busy = bool(self._operations or self._samples or self._new or is_ending)
+            if not is_busy:
+                self._pipe.flush()
             try:
                 frame = self._pipe.inbox.get(not is_busy, rest_s)
             except queue.Empty:
@@ -129,6 +142,9 @@ class Worker:
                     self._cancel(frame.job_id)
                 case frames.Stop():
                     self._stop()
+                case Ended():
+                    self._is_writing = False
+                    self._pipe.put(frame.answer)
 
     def _stop(self) -> None:
         """Only what has begun goes on."""
@@ -196,12 +212,11 @@ class Worker:
             self._say_begun([job_id])
         began_at = self._clock()
         answer: Frame | None = None
+        ending: Done | Beside | None = None
         try:
-            next(operation.steps)
-        except StopIteration as end:
-            done: Done = end.value
-            device_s = done.device_s or operation.device_s + self._clock() - began_at
-            answer = Finished(job_id, msgspec.structs.replace(done, device_s=device_s))
+            ending = advanced(operation.steps)
+            if isinstance(ending, Beside) and self._is_writing:  # one at a time: each holds a copy of what it writes
+                ending = ending.finish()
         except StateInDoubtError as error:
             logger.error("job %s: %s; this process ends, models are made again from their journals", job_id, error)
             sys.stderr.flush()
@@ -211,9 +226,28 @@ class Worker:
         spent_s = self._clock() - began_at
         operation.device_s += spent_s
         self._scheduler.charge("train", {operation.job.tenant: spent_s})
-        if answer is not None:
+        if isinstance(ending, Done):
+            device_s = ending.device_s or operation.device_s
+            answer = Finished(job_id, msgspec.structs.replace(ending, device_s=device_s))
+        if ending is not None or answer is not None:
             self._drop(operation)
+        if answer is not None:
             self._pipe.put(answer)
+        if isinstance(ending, Beside):
+            self._is_writing = True
+            threading.Thread(target=self._finish, args=(operation, ending), name="beside", daemon=True).start()
+
+    def _finish(self, operation: Operation, ending: Beside) -> None:
+        """In a thread of its own: finish a job. What that computes counts as the device's time, waiting does not."""
+        began_at = time.thread_time()
+        answer: Finished | Failed
+        try:
+            done = ending.finish()
+            device_s = operation.device_s + time.thread_time() - began_at
+            answer = Finished(operation.job.job_id, msgspec.structs.replace(done, device_s=device_s))
+        except Exception as error:
+            answer = failure(operation.job.job_id, error)
+        self._pipe.inbox.put(Ended(answer))
 
     def _sample(self, turn: Turn) -> None:
         """One step of the sampler; those who took part pay by their tokens."""
@@ -234,6 +268,16 @@ class Worker:
             self._pipe.put(event)
             if not isinstance(event, frames.Tokens):
                 self._end_sample(event.job_id)
+
+
+def advanced(steps: Generator[None, None, Done | Beside]) -> Done | Beside | None:
+    """One step; what the job came to, or None if it goes on."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        ending: Done | Beside = end.value
+        return ending
+    return None
 
 
 def failure(job_id: str, error: Exception) -> Failed:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -19,40 +18,42 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from tinsmith.engine.base import TokenEvent
 from tinsmith.errors import InvalidInputError, LimitExceededError, TinkerError, WireError
 from tinsmith.server.calls import JSON
+from tinsmith.server.exchange import exchange_of
 from tinsmith.server.http import fault, read_body, refusal, unpacked
 from tinsmith.server.identity import Caller
 from tinsmith.server.importing import import_checkpoint, read_request
 from tinsmith.server.measured import MAX_POINTS, measured
 from tinsmith.server.openapi import openapi
-from tinsmith.server.promises import Outcome
 from tinsmith.server.refusals import UnknownResourceError
-from tinsmith.server.routes.futures import finished_samples, position_of
+from tinsmith.server.routes.futures import finished_samples
 from tinsmith.server.routes.sampling import submit_body, submit_sample
 from tinsmith.server.routes.training import card_of
+from tinsmith.server.routes.weights import IDEMPOTENCY_HEADER
 from tinsmith.server.services import Services
 from tinsmith.server.signing import DOWNLOAD_PREFIX
+from tinsmith.server.sockets import close_gently
 from tinsmith.server.spending import read_query, spent
+from tinsmith.server.streams import open_stream, read_have
+from tinsmith.server.token_log import TokenLog
 from tinsmith.server.uploads import add_part, read_part
 from tinsmith.version import __version__
-from tinsmith.wire import json_codec, proto_sampling
+from tinsmith.wire import json_codec
 from tinsmith.wire.futures import FuturesRetrieveRequest
 from tinsmith.wire.own_routes import (
     MAX_SAMPLES_AT_ONCE,
     MSGPACK_TYPE,
     OWN_PREFIX,
+    REQUEST_ID_HEADER,
     SAMPLE_RESULTS,
+    SAMPLE_STREAM,
     SAMPLES,
     SubmitAnswer,
 )
 from tinsmith.wire.sampling import SampleRequest
 
 logger = logging.getLogger(__name__)
-
-KEEP_ALIVE_S = 10.0
-"""A silent stream says where it stands this often."""
 
 
 def extension_routes(services: Services) -> list[Route]:
@@ -71,7 +72,7 @@ def extension_routes(services: Services) -> list[Route]:
         Route(f"{OWN_PREFIX}/training_runs/{{training_run_id}}/metrics", extensions.run_metrics),
         Route(f"{OWN_PREFIX}/import_weights", extensions.import_weights, methods=["POST"]),
         Route(f"{OWN_PREFIX}/import_parts", extensions.import_parts, methods=["POST"]),
-        Route(f"{OWN_PREFIX}/sample_stream", extensions.sample_stream, methods=["POST"]),
+        Route(SAMPLE_STREAM.path, extensions.sample_stream, methods=["POST"]),
         Route(SAMPLES.path, extensions.samples, methods=["POST"]),
         Route(SAMPLE_RESULTS.path, extensions.sample_results, methods=["POST"]),
         Route(DOWNLOAD_PREFIX + "{name:path}", extensions.download),
@@ -202,7 +203,9 @@ class Extensions:
             caller = await self._caller(request)
             caller.need("train")
             body = await self._body(request)
-            path = await import_checkpoint(self._services, caller, await asyncio.to_thread(read_request, body))
+            message = await asyncio.to_thread(read_request, body)
+            key = request.headers.get(IDEMPOTENCY_HEADER)
+            path = await import_checkpoint(self._services, caller, message, key)
         except TinkerError as error:
             return _refused(error)
         return _json({"path": path})
@@ -219,59 +222,20 @@ class Extensions:
         return _json({"size_bytes": size_bytes})
 
     async def sample_stream(self, request: Request) -> Response:
-        """A sample as server-sent events: `token` for each piece, `wait` while nothing comes, then `done`."""
+        """A sample as server-sent events `token`, `wait`, `done`; again: the same, behind `?have=3,0` tokens."""
         services = self._services
-        events: asyncio.Queue[TokenEvent] = asyncio.Queue()
         try:
             caller = await self._caller(request)
             caller.need("sample")
             body = await self._body(request)
             sample = json_codec.decode(body, SampleRequest)
-            request_id = await submit_sample(services, caller, body, sample, events.put_nowait)
+            have = read_have(request.query_params.get("have"), sample.num_samples)
+            request_id = await submit_sample(services, caller, body, sample, TokenLog(sample.num_samples))
+            stream = await open_stream(services, caller, request_id, have, is_numbered=sample.seq_id is not None)
         except TinkerError as error:
             return _refused(error)
-        return StreamingResponse(
-            self._stream(request_id, events), media_type="text/event-stream", headers={"cache-control": "no-store"}
-        )
-
-    async def _stream(self, request_id: str, events: asyncio.Queue[TokenEvent]) -> AsyncIterator[bytes]:
-        services = self._services
-        promise = services.broker.pending(request_id)
-        outcome: asyncio.Task[Outcome | None] | None = None
-        try:
-            if promise is not None:
-                outcome = asyncio.create_task(services.broker.wait(promise, 24 * 3600.0))
-            while outcome is not None and not (outcome.done() and events.empty()):
-                getting = asyncio.create_task(events.get())
-                done, _ = await asyncio.wait(
-                    {getting, outcome} if not outcome.done() else {getting},
-                    timeout=KEEP_ALIVE_S,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-                if getting in done:
-                    yield _token(getting.result())
-                    continue
-                getting.cancel()
-                if not done and promise is not None:
-                    position = position_of(services, promise)
-                    yield _event("wait", {"ahead": position.ahead, "reason": position.reason})
-            yield await self._last(request_id, outcome.result() if outcome is not None else None)
-        finally:
-            if outcome is not None and not outcome.done():
-                outcome.cancel()
-                services.samples.cancel(request_id)
-
-    async def _last(self, request_id: str, outcome: Outcome | None) -> bytes:
-        if outcome is None:
-            recent = self._services.broker.recent(request_id)
-            outcome = recent[1] if recent is not None else None
-        if outcome is None:
-            return _event("error", {"error": "the result is gone", "category": "server"})
-        if outcome.is_error:
-            return _event("error", msgspec.json.decode(outcome.body))
-        response = proto_sampling.decode_response(outcome.body)
-        sequences = [{"stop_reason": sequence.stop_reason} for sequence in response.sequences]
-        return _event("done", {"sequences": sequences})
+        headers = {"cache-control": "no-store", REQUEST_ID_HEADER: request_id}
+        return StreamingResponse(stream.events(), media_type="text/event-stream", headers=headers)
 
     async def samples(self, request: Request) -> Response:
         """Many bodies of asample at once (a msgpack array); the answer has one of asample's for each."""
@@ -327,6 +291,7 @@ class Extensions:
         return unpacked(raw, headers, config.max_unpacked_bytes)
 
     async def _caller(self, request: Request) -> Caller:
+        close_gently(exchange_of(request.scope))
         kind, _, bearer = request.headers.get("authorization", "").partition(" ")
         credential = request.headers.get("x-api-key") or (bearer if kind.lower() == "bearer" else None)
         caller = await self._services.authenticator.caller(credential)
@@ -361,14 +326,6 @@ def _tokenizer_files(directory: Path) -> dict[str, Any]:
     with contextlib.suppress(FileNotFoundError):
         answer["chat_template"] = (directory / "chat_template.jinja").read_text()
     return answer
-
-
-def _token(event: TokenEvent) -> bytes:
-    return _event("token", {"index": event.sample, "tokens": list(event.tokens), "logprobs": list(event.logprobs)})
-
-
-def _event(name: str, data: Any) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(data))
 
 
 def _json(answer: Any, status: int = 200) -> Response:

@@ -25,6 +25,7 @@ from tinsmith.server.exchange import exchange_of, whole_body
 from tinsmith.server.identity import Caller
 from tinsmith.server.refusals import SlowBodyError, UnsupportedBodyError
 from tinsmith.server.services import Services
+from tinsmith.server.sockets import close_gently
 from tinsmith.wire import json_codec, zstd
 from tinsmith.wire.message import dec_hook, describe, field_of
 from tinsmith.wire.routes import Route
@@ -54,6 +55,7 @@ class Endpoint:
             answer = await self._answer(scope, receive, exchange)
         except TinkerError as error:
             answer = refusal(error)
+            close_gently(exchange)
             if answer.status >= 500:
                 logger.error("%s: %s", self._route.name, error, extra={"event": "refused", "route": self._route.name})
         except Exception as error:
@@ -164,7 +166,8 @@ async def send_answer(send: Send, answer: Answer, exchange: RequestResponseCycle
     headers = [(b"content-type", answer.content_type.encode("latin-1")), (b"content-length", b"%d" % len(answer.body))]
     if answer.headers:
         headers += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in answer.headers.items()]
-    if exchange is not None and answer_whole(exchange, answer.status, headers, answer.body):
+    is_last = "connection" in answer.headers
+    if exchange is not None and not is_last and answer_whole(exchange, answer.status, headers, answer.body):
         return
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": answer.body})

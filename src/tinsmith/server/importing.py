@@ -25,10 +25,11 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.files import check_name, remove_tree
 from tinsmith.server.identity import Caller
 from tinsmith.server.routes.training import ADAMW, MAX_RANK, card_of
-from tinsmith.server.routes.weights import check_disk_cap
+from tinsmith.server.routes.weights import IDEMPOTENCY_HEADER, check_disk_cap
 from tinsmith.server.services import Services
 from tinsmith.server.submitting import check_open
 from tinsmith.server.uploads import FILES, place_of, sha256_of
+from tinsmith.server.work import digest_of
 from tinsmith.store.base import statement
 from tinsmith.store.rows import AuditRow, CheckpointRow, ModelRow, SessionRow
 from tinsmith.wire.weights import tinker_path
@@ -59,15 +60,36 @@ def read_request(body: bytes) -> ImportRequest:
         raise InvalidInputError(f"body: {error}", field="body") from None
 
 
-async def import_checkpoint(services: Services, caller: Caller, request: ImportRequest) -> str:
-    """Keep the files as a training checkpoint of the caller's; its path."""
+async def import_checkpoint(services: Services, caller: Caller, request: ImportRequest, key: str | None = None) -> str:
+    """Keep the files as a training checkpoint of the caller's; its path. A request that is sent again, which its
+    idempotency key shows, finds what the first made, or waits for that."""
     check_open(services)
     _check(services, request)
+    digests = request.digests or {name: hashlib.sha256(data).hexdigest() for name, data in request.files.items()}
+    session_id = _session_id(caller, key)
+    path = tinker_path(f"{session_id}:train:0", "weights", request.name)
+    async with services.importing.setdefault(path, asyncio.Lock()):
+        taken = await services.store.read(CheckpointRow, "checkpoint", path=path)
+        if not taken:
+            await _import(services, caller, request, session_id, path, _digest(digests))
+        elif taken[0].digest != _digest(digests):
+            raise InvalidInputError(f"{IDEMPOTENCY_HEADER}: it was sent before with other files; send a new one")
+    return path
+
+
+def _session_id(caller: Caller, key: str | None) -> str:
+    if key is None:
+        return str(uuid.uuid4())
+    return str(uuid.UUID(digest_of(b"import", caller.user_id.encode(), key.encode())[:32]))
+
+
+async def _import(
+    services: Services, caller: Caller, request: ImportRequest, session_id: str, path: str, digest: str
+) -> None:
+    services.files.check_room()
     await check_disk_cap(services)
     source = await _source(services, caller, request)
-    session_id, now = str(uuid.uuid4()), services.clock()
-    model_id = f"{session_id}:train:0"
-    path = tinker_path(model_id, "weights", request.name)
+    model_id, now = f"{session_id}:train:0", services.clock()
     directory = services.files.checkpoint(model_id, "weights", request.name, secrets.token_hex(8))
     owner = {"org_id": caller.org_id, "user_id": caller.user_id, "project_id": caller.project_id}
     lora = LoraSpec(
@@ -97,7 +119,7 @@ async def import_checkpoint(services: Services, caller: Caller, request: ImportR
         name=request.name,
         directory=str(directory),
         size_bytes=source.size_bytes,
-        digest=source.digest,
+        digest=digest,
         **made,  # type: ignore[arg-type]
     )
     model = ModelRow(used_at=now, state="unloaded", **made)  # type: ignore[arg-type]
@@ -122,7 +144,6 @@ async def import_checkpoint(services: Services, caller: Caller, request: ImportR
     except BaseException:
         remove_tree(directory)
         raise
-    return path
 
 
 def _check(services: Services, request: ImportRequest) -> None:
@@ -141,7 +162,6 @@ def _check(services: Services, request: ImportRequest) -> None:
     if unknown or missing:
         wrong = f"{unknown[0][:100]!r} is not one of them" if unknown else f"{missing[0]} is missing"
         raise InvalidInputError(f"files: {wrong} (a checkpoint has {', '.join(sorted(FILES))})", field="files")
-    services.files.check_room()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +171,14 @@ class Source:
     files: Mapping[str, bytes]
     upload: Path | None
     size_bytes: int
-    digest: str
 
 
 async def _source(services: Services, caller: Caller, request: ImportRequest) -> Source:
     if request.upload is None:
-        digests = {name: hashlib.sha256(data).hexdigest() for name, data in request.files.items()}
-        return Source(request.files, None, sum(map(len, request.files.values())), _digest(digests))
+        return Source(request.files, None, sum(map(len, request.files.values())))
     place = place_of(services, caller, request.upload)
     size_bytes = await asyncio.to_thread(_check_upload, place, request.digests)
-    return Source({}, place, size_bytes, _digest(request.digests))
+    return Source({}, place, size_bytes)
 
 
 def _check_upload(place: Path, digests: Mapping[str, str]) -> int:

@@ -177,7 +177,7 @@ class Jobs:
             existing = await self._existing(draft)
             self._take_up(existing, draft, enqueue)
             return existing
-        work = Work(row=row, job=job, context=dict(draft.context), on_tokens=draft.on_tokens)
+        work = Work(row=row, job=job, context=dict(draft.context), log=draft.log)
         self.reopen(work)
         enqueue(work)
         return row
@@ -188,6 +188,7 @@ class Jobs:
         is_known = self._broker.pending(row.request_id) or self._broker.recent(row.request_id)
         if is_same and not is_known:
             work = Work.from_row(row)
+            work.log = draft.log
             self.reopen(work)
             enqueue(work)
 
@@ -263,7 +264,7 @@ class Jobs:
                 logger.exception("a finished job cannot be told", extra={"event": "finish", "job_id": work.job.job_id})
                 result = error
         if isinstance(result, JobCancelledError):
-            return Finished(error_outcome("cancelled", "user")), "cancelled"
+            return Finished(error_outcome(work.cancel_reason, "user")), "cancelled"
         if isinstance(result, JobFailedError):
             text = str(result) if self._explain is None else await self._explain(work, result)
             return Finished(error_outcome(text, result.category)), "failed"

@@ -187,7 +187,7 @@ class Run:
             remove_tree(Path(work.job.directory))
         if changes_state(work.job):
             self._snapshots.cost.begin(work.job.job_id, work.row.kind, len(work.row.job))
-        future = self._runs.backend.submit(work.job, work.on_tokens)
+        future = self._runs.backend.submit(work.job)
         future.add_done_callback(lambda done: self._done(work, done))
         if isinstance(work.job, OptimStep):
             self._snapshots.consider(work.row.seq, future)

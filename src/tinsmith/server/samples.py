@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from tinsmith.engine.base import Backend, BackendLostError, Done, JobCancelledError, Position
 from tinsmith.server.jobs import Jobs
+from tinsmith.server.token_log import TokenLog
 from tinsmith.server.work import Work
 
 RETRY_S = 0.2
@@ -32,6 +33,27 @@ class Samples:
         """Hand a sample to the backend."""
         self._under_way[work.row.request_id] = work
         self._submit(work)
+
+    def log(self, request_id: str) -> TokenLog | None:
+        """The tokens so far of a sample that is under way and streamed."""
+        work = self._under_way.get(request_id)
+        return work.log if work is not None else None
+
+    def unfollowed(self, request_id: str, patience_s: float) -> None:
+        """Somebody has stopped following a stream: give it up if nobody does, or comes back in time."""
+        log = self.log(request_id)
+        if log is None or log.followers:
+            return
+        if patience_s:
+            asyncio.get_running_loop().call_later(patience_s, self._give_up, request_id, log.visits, patience_s)
+        else:
+            self.cancel(request_id)
+
+    def _give_up(self, request_id: str, visits: int, patience_s: float) -> None:
+        work = self._under_way.get(request_id)
+        if work is not None and work.log is not None and work.log.visits == visits and not self._is_stopped:
+            work.cancel_reason = f"cancelled: nobody followed its stream for {patience_s:g} s"
+            self.cancel(request_id)
 
     def cancel(self, request_id: str) -> bool:
         """Drop a sample; its slot is free at once."""
@@ -59,7 +81,7 @@ class Samples:
 
     def _submit(self, work: Work) -> None:
         work.started_at = work.started_at or self._clock()
-        future = self._backend.submit(work.job, work.on_tokens)
+        future = self._backend.submit(work.job, work.log.listener() if work.log is not None else None)
         future.add_done_callback(lambda done: self._done(work, done))
 
     def _done(self, work: Work, future: asyncio.Future[Done]) -> None:

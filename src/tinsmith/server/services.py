@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from tinsmith.config import ServerConfig
 from tinsmith.engine.base import Backend
@@ -52,6 +54,8 @@ class Services:
     """When each model was last asked for something, where the store does not know yet."""
     saving: dict[str, list[str]] = field(default_factory=dict)
     """Paths of checkpoints that are being written, each with the directories that will hold them."""
+    importing: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    """Paths of checkpoints that come from elsewhere, each held by the request that makes it."""
 
     def saved(self, path: str, directory: str) -> None:
         """A save is over, or was not accepted."""

@@ -1,7 +1,7 @@
 """When a run's state is worth a snapshot: pure bookkeeping of what a replay would cost.
 
-A snapshot is taken behind an `optim_step`, where a run has no gathered gradients. Its price is the engine's time to
-write it; what it saves is the time to compute everything behind the last one again.
+A snapshot is taken behind an `optim_step`, where a run has no gathered gradients. Its price is the engine's time
+for it, waiting for the disk aside; what it saves is the time to compute everything behind the last one again.
 Does not know: clocks, files, the store, the backend.
 """
 

@@ -74,6 +74,7 @@ class Snapshots:
             model_id=self._row.model_id,
             directory=str(directory),
             optimizer=True,
+            beside=True,
         )
         self.cost.cut()
         saving = self._tools.backend.submit(job)

@@ -5,9 +5,10 @@ off. Large bodies are gathered here, and bounded in `http`.
 from __future__ import annotations
 
 import asyncio
+from typing import Any, cast
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEAD_S = 15.0
 """From the first byte of a request to the end of its head; a new connection has as long to begin."""
@@ -16,6 +17,11 @@ MAX_HEAD_BYTES = 64 * 1024
 GATHER_BYTES = 8 * 1024 * 1024
 GATHER_S = 0.02
 """A large body is handed on in pieces of this size, or after this time."""
+
+LINGER_S = 2.0
+LINGER_BYTES = 16 * 1024 * 1024
+"""How long, and how much, a client that was refused may go on sending before its connection ends. A connection that is
+closed while something comes is reset, and the client can lose the answer that it has not read yet."""
 
 _END = b"\r\n\r\n"
 
@@ -32,6 +38,8 @@ class TimedHttpProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _tail = b""
     _gathering: asyncio.TimerHandle | None = None
+    _linger_bytes: int | None = None
+    """What may still come, and is thrown away; None: nobody was refused."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -44,6 +52,11 @@ class TimedHttpProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._linger_bytes is not None:
+            self._linger_bytes -= len(data)
+            if self._linger_bytes < 0:
+                self.transport.close()
+            return
         if self._is_in_head and self._is_too_large(data):
             self._refuse(
                 b"431 Request Header Fields Too Large",
@@ -118,4 +131,41 @@ class TimedHttpProtocol(HttpToolsProtocol):
         body = msgspec.json.encode({"detail": detail, "code": code})
         head = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
         self.transport.write(head % (status, len(body)) + body)
-        self.transport.close()
+        self.linger()
+
+    def linger(self) -> None:
+        """Say nothing more, and close when the client does, or after a bounded while: it may still be sending."""
+        if self._linger_bytes is not None or self.transport.is_closing():
+            return
+        self._linger_bytes = LINGER_BYTES
+        if self.cycle is not None and not self.cycle.response_complete:  # what it would answer has no way any more
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._stop_timer()
+        self._timer = self.loop.call_later(LINGER_S, self.transport.close)
+
+
+class _Gentle:
+    """The transport of an exchange, which is not closed at once while the request's body comes."""
+
+    def __init__(self, exchange: RequestResponseCycle) -> None:
+        self._exchange = exchange
+        self._transport = exchange.transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def close(self) -> None:
+        if self._exchange.more_body:
+            cast(TimedHttpProtocol, self._transport.get_protocol()).linger()
+        else:
+            self._transport.close()
+
+
+def close_gently(exchange: RequestResponseCycle | None) -> None:
+    """If the answer to this request ends its connection, the client is to have it, even one that is still sending."""
+    if exchange is not None and exchange.more_body and not isinstance(exchange.transport, _Gentle):
+        exchange.transport = cast(asyncio.Transport, _Gentle(exchange))

@@ -52,8 +52,9 @@ def read_part(parameters: Mapping[str, str]) -> Part:
 async def add_part(services: Services, caller: Caller, part: Part, body: bytes) -> int:
     """Keep a part; the size that its file has now."""
     check_open(services)
-    await _check_cap(services, len(body))
-    return await asyncio.to_thread(_write, place_of(services, caller, part.upload) / part.file, part.offset, body)
+    path = place_of(services, caller, part.upload) / part.file
+    await _check_cap(services, path, part.offset + len(body))
+    return await asyncio.to_thread(_write, path, part.offset, body)
 
 
 def place_of(services: Services, caller: Caller, upload: str) -> Path:
@@ -62,9 +63,11 @@ def place_of(services: Services, caller: Caller, upload: str) -> Path:
     return services.files.root / "uploads" / name[:32]
 
 
-async def _check_cap(services: Services, size_bytes: int) -> None:
+async def _check_cap(services: Services, path: Path, end: int) -> None:
+    """Whether a file may grow to this size; what is there already, and comes again, needs no room."""
     cap = services.config.disk_cap_bytes
-    if cap is None:
+    size_bytes = end - (path.stat().st_size if path.exists() else 0)
+    if cap is None or size_bytes <= 0:
         return
     coming = await asyncio.to_thread(_tree_bytes, services.files.root / "uploads")
     used = await services.checkpoint_bytes() + coming

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
-from tinsmith.engine.base import AnyJob, Done, OnTokens, decode_job
+from tinsmith.engine.base import AnyJob, Done, decode_job
 from tinsmith.server.promises import Outcome
+from tinsmith.server.token_log import TokenLog
 from tinsmith.store.base import Statement
 from tinsmith.store.rows import JobRow
 
@@ -37,7 +38,8 @@ class Draft:
     context: Mapping[str, Any] = field(default_factory=dict)
     statements: Sequence[Statement] = ()
     """Written with the request, in one transaction."""
-    on_tokens: OnTokens | None = None
+    log: TokenLog | None = None
+    """Where the tokens of a streamed sample go."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -48,7 +50,9 @@ class Work:
     job: AnyJob
     context: dict[str, Any]
     started_at: float = 0.0
-    on_tokens: OnTokens | None = None
+    log: TokenLog | None = None
+    cancel_reason: str = "cancelled"
+    """What is told of it if it is cancelled."""
     beside: Sequence[Statement] = ()
     """Written with its result, if it is one."""
 

@@ -9,6 +9,7 @@ import msgspec
 
 from tinsmith.wire.futures import FuturesRetrieveRequest
 from tinsmith.wire.routes import Route
+from tinsmith.wire.sampling import SampleRequest
 
 OWN_PREFIX = "/tinsmith/v1"
 MSGPACK_TYPE = "application/msgpack"
@@ -17,6 +18,12 @@ SAMPLE_RESULTS = Route(
     name="sample_results", method="POST", path=f"{OWN_PREFIX}/sample_results", request=FuturesRetrieveRequest
 )
 """As retrieve_futures, with the results in the answer: one request brings many."""
+
+SAMPLE_STREAM = Route(name="sample_stream", method="POST", path=f"{OWN_PREFIX}/sample_stream", request=SampleRequest)
+"""A sample as server-sent events. The same number again is the same sample, from the start or behind `?have=3,0`: so
+many tokens of each of its sequences."""
+REQUEST_ID_HEADER = "x-tinsmith-request-id"
+"""By which a streamed sample can be taken back."""
 
 SAMPLES = Route(name="samples", method="POST", path=f"{OWN_PREFIX}/samples")
 """Many bodies of asample in one request, a msgpack array; each has its own answer."""

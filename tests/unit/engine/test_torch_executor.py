@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from tinsmith.engine import adapters, torch_executor, trainer
 from tinsmith.engine.base import AnyJob, Created, Done, JobFailedError, Sample
 from tinsmith.engine.cards import card_of
 from tinsmith.engine.checkpoints import verify_checkpoint, write_checkpoint
-from tinsmith.engine.executor import StartError, StateInDoubtError
+from tinsmith.engine.executor import Beside, StartError, StateInDoubtError
 from tinsmith.engine.files import tidy
 from tinsmith.engine.frames import Failed, Finished, Tokens
 from tinsmith.engine.optim import AdamW
@@ -63,13 +64,13 @@ def train(engine: TorchExecutor, job: AnyJob) -> Done:
     return finish(engine.train(job))
 
 
-def finish(steps: Generator[None, None, Done]) -> Done:
+def finish(steps: Generator[None, None, Done | Beside]) -> Done:
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            done: Done = end.value
-            return done
+            ending: Done | Beside = end.value
+            return ending.finish() if isinstance(ending, Beside) else ending
 
 
 def bodies(engine: TorchExecutor, jobs: list[AnyJob]) -> list[bytes]:
@@ -304,8 +305,9 @@ def test_a_step_that_fails_half_way_leaves_its_model_in_doubt(home: Path, monkey
         train(engine, jobs.optim_step())
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["at-once", "beside"])
 def test_a_disk_that_fails_at_any_point_of_a_save_harms_nothing(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool
 ) -> None:
     """Snapshots are saves: whatever step fails, the model goes on to the same bits, and the name stays free."""
     engine, jobs = executor(home), Jobs(NAME)
@@ -316,7 +318,7 @@ def test_a_disk_that_fails_at_any_point_of_a_save_harms_nothing(
         with monkeypatch.context() as broken:
             broken.setattr(torch_executor, "write_checkpoint", partial(write_checkpoint, disk=disk))
             try:
-                train(engine, jobs.save(tmp_path / "snapshot"))
+                train(engine, jobs.save(tmp_path / "snapshot", beside=beside))
                 break
             except JobFailedError as error:
                 failures.append(str(error))
@@ -332,6 +334,23 @@ def test_a_disk_that_fails_at_any_point_of_a_save_harms_nothing(
     for path in (tmp_path / "other").iterdir():
         assert path.read_bytes() == (tmp_path / "snapshot" / path.name).read_bytes()
     assert bodies(engine, jobs.steps(2, seed=4)) == bodies(untouched, others.steps(2, seed=4))
+
+
+def test_what_is_left_to_a_thread_is_what_there_was_when_it_was_asked_for(home: Path, tmp_path: Path) -> None:
+    engine, jobs = executor(home), Jobs(NAME)
+    bodies(engine, [jobs.create(), *jobs.steps(1)])
+    train(engine, jobs.save(tmp_path / "plain"))
+    with pytest.raises(StopIteration) as ended:
+        next(engine.train(jobs.save(tmp_path / "beside", beside=True)))
+    ending = ended.value.value
+    assert isinstance(ending, Beside)
+    bodies(engine, [*jobs.steps(2, seed=4), jobs.unload()])
+    assert not (tmp_path / "beside").exists()
+    writer = threading.Thread(target=ending.finish)
+    writer.start()
+    writer.join()
+    for path in (tmp_path / "plain").iterdir():
+        assert path.read_bytes() == (tmp_path / "beside" / path.name).read_bytes()
 
 
 def test_models_that_cannot_go_to_disk_stay_in_memory(

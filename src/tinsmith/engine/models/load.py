@@ -23,6 +23,9 @@ from tinsmith.engine.models.tokenizer import write_tokenizer
 from tinsmith.engine.packed_linear import can_pack
 from tinsmith.errors import InvalidInputError, TinkerError
 
+CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Where Linux says what a container may use, in the second and in the first version of control groups."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
@@ -96,15 +99,25 @@ def has_plenty(config: ModelConfig, dtype: torch.dtype) -> bool:
 
     By what is built in, not by what is free: which products are used must not change from start to start.
     """
-    built_in = physical_bytes()
+    built_in = built_in_bytes()
     return built_in is not None and 8 * config.parameter_count() * dtype.itemsize <= built_in
 
 
-def physical_bytes() -> int | None:
-    """The machine's memory; None where it cannot be told."""
+def built_in_bytes(device: torch.device | str = "cpu") -> int | None:
+    """Memory of the machine, of the container that this runs in, or of a CUDA device; None where it cannot be told."""
+    if torch.device(device).type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
     try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
+        return None
+    return min(machine, *(_limit(path) or machine for path in CONTAINER_LIMITS))
+
+
+def _limit(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # not there, or `max`
         return None
 
 
@@ -118,7 +131,7 @@ def available_bytes(device: torch.device | str) -> int | None:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    return physical_bytes()
+    return built_in_bytes()
 
 
 def _check_fits(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:

@@ -27,7 +27,7 @@ MAX_RESULTS_BYTES = 4 * 1024 * 1024
 
 async def retrieve_future(services: Services, call: Call) -> Answer:
     request: wire.FutureRetrieveRequest = call.message
-    promise, outcome = await _find(services, call, request.request_id)
+    promise, outcome = await find_outcome(services, call.caller, request.request_id)
     if outcome is None:
         outcome = await services.broker.wait(promise, services.config.poll_s)
     if outcome is None:
@@ -38,16 +38,16 @@ async def retrieve_future(services: Services, call: Call) -> Answer:
     return await _result(outcome, promise.kind, call.takes_protobuf)
 
 
-async def _find(services: Services, call: Call, request_id: str) -> tuple[Promise, Outcome | None]:
-    """The promise of the caller's, and its outcome if it has one."""
+async def find_outcome(services: Services, caller: Caller, request_id: str) -> tuple[Promise, Outcome | None]:
+    """The promise of the caller's, and its outcome if it has one; a GoneError if it had one."""
     pending = services.broker.pending(request_id)
     recent = services.broker.recent(request_id) if pending is None else None
     promise = pending or (recent[0] if recent is not None else None)
     if promise is not None:
-        if not call.caller.owns(promise.org_id, promise.user_id):
+        if not caller.owns(promise.org_id, promise.user_id):
             raise UnknownResourceError(f"request {request_id!r} does not exist, was pruned, or is not yours")
         return promise, recent[1] if recent is not None else None
-    row = await services.access.job(call.caller, request_id)
+    row = await services.access.job(caller, request_id)
     results = await services.store.read(ResultRow, "result", request_id=request_id)
     if not results:
         raise GoneError(f"request {request_id} was accepted and its result is gone; send it again")
@@ -198,7 +198,7 @@ def _completion(request_id: str, size_bytes: int, is_error: bool) -> wire.Future
 
 
 async def cancel_future(services: Services, call: Call) -> Answer:
-    promise, outcome = await _find(services, call, call.message.request_id)
+    promise, outcome = await find_outcome(services, call.caller, call.message.request_id)
     if outcome is not None:
         return Answer(msgspec.json.encode({"cancelled": False, "reason": "it has finished"}))
     if promise.kind == "sample":

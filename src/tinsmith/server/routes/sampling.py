@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from tinsmith.engine.base import OnTokens, Sample
+from tinsmith.engine.base import Sample
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.calls import Answer, Call, Handlers, reply
 from tinsmith.server.files import link_tree
@@ -20,6 +20,7 @@ from tinsmith.server.routes.training import card_of
 from tinsmith.server.sample_checks import check_sample
 from tinsmith.server.services import Services
 from tinsmith.server.submitting import check_open
+from tinsmith.server.token_log import TokenLog
 from tinsmith.server.work import Draft, Work, digest_of
 from tinsmith.store.base import statement
 from tinsmith.store.rows import SamplerRow
@@ -132,7 +133,7 @@ class _Promised(msgspec.Struct, frozen=True):
 
 
 async def submit_sample(
-    services: Services, caller: Caller, body: bytes, request: wire.SampleRequest, on_tokens: OnTokens | None = None
+    services: Services, caller: Caller, body: bytes, request: wire.SampleRequest, log: TokenLog | None = None
 ) -> str:
     """Journal a sample and queue it; returns its request id."""
     sampler = await _sampler_of(services, caller, request)
@@ -173,7 +174,7 @@ async def submit_sample(
             "project_id": session.project_id if session is not None else caller.project_id,
             "run_id": sampler.run_id,
         },
-        on_tokens=on_tokens,
+        log=log,
     )
     is_new = False
 
