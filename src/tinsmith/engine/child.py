@@ -62,6 +62,8 @@ class Child(asyncio.Protocol):
         self._pipe_ended = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
         self._is_doomed = False
+        self._ear: socket.socket | None = None
+        """The pipe once more, for what the transport leaves in it."""
         self._watcher: asyncio.Task[None] | None = None
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -84,6 +86,7 @@ class Child(asyncio.Protocol):
         finally:
             theirs.close()
         loop = asyncio.get_running_loop()
+        self._ear = ours.dup()
         self._transport, _ = await loop.create_unix_connection(lambda: self, sock=ours)
         self._watcher = loop.create_task(self._watch(self._process), name=f"engine {self.pid}")
         if self._is_doomed:
@@ -147,7 +150,18 @@ class Child(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._waiting.clear()
+        if error is not None:
+            self._hear_rest()
         self._pipe_ended.set()
+
+    def _hear_rest(self) -> None:
+        """What the process said before a write to it failed: the transport reads no further then, but which jobs had
+        begun must be known."""
+        if self._ear is None:
+            return
+        with suppress(OSError):
+            while data := self._ear.recv(SOCKET_BYTES, socket.MSG_DONTWAIT):
+                self.data_received(data)
 
     # the end
 
@@ -164,6 +178,8 @@ class Child(asyncio.Protocol):
         for task in late:  # a process of its own that it left behind holds the other ends
             task.cancel()
         self._transport.abort()
+        if self._ear is not None:
+            self._ear.close()
         self.ended.set_result(end_reason(code, list(self._lines)))
 
     async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
