@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,8 @@ class Services:
     files: Files
     signer: Signer
     metrics: Metrics
+    hashing: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "tinsmith-hashing"))
+    """Names large requests beside the loop."""
     clock: Callable[[], float] = time.time
     is_draining: bool = False
     client_flags: dict[str, Any] = field(default_factory=dict)

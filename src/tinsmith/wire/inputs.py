@@ -97,7 +97,7 @@ class ModelInput(ModelMethods, Frozen):
 
     @classmethod
     def from_builtins(cls, value: Any) -> Self:
-        if not isinstance(value, Mapping) or not isinstance(value.get("chunks"), list):
+        if (type(value) is not dict and not isinstance(value, Mapping)) or not isinstance(value.get("chunks"), list):
             raise InvalidInputError("expected a model input: an object with a list of chunks", field="chunks")
         return cls(chunks=value["chunks"])
 
