@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,7 @@ from tinsmith.server.auth import Authenticator
 from tinsmith.server.files import Files
 from tinsmith.server.jobs import Jobs
 from tinsmith.server.metrics import Metrics
+from tinsmith.server.naming import Namer
 from tinsmith.server.promises import Broker
 from tinsmith.server.runs import Runs
 from tinsmith.server.samples import Samples
@@ -41,8 +41,7 @@ class Services:
     files: Files
     signer: Signer
     metrics: Metrics
-    hashing: Executor = field(default_factory=lambda: ThreadPoolExecutor(1, "tinsmith-hashing"))
-    """Names large requests beside the loop."""
+    namer: Namer = field(default_factory=Namer)
     clock: Callable[[], float] = time.time
     is_draining: bool = False
     client_flags: dict[str, Any] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from tinsmith.server.jobs import same_request
 from tinsmith.server.refusals import NotReadyError, OverLimitError, UnknownResourceError
 from tinsmith.server.runs import Run
 from tinsmith.server.services import Services
-from tinsmith.server.work import Draft, Naming, Work
+from tinsmith.server.work import Draft, Work
 from tinsmith.store.base import Statement
 from tinsmith.wire import protobuf
 from tinsmith.wire.futures import UntypedAPIFuture
@@ -123,7 +123,7 @@ def _not_finite(value: Any, where: str) -> str | None:
 
 async def submit_training(services: Services, call: Call, kind: str, prepare: Prepare) -> Answer:
     """Journal a request of a training run; answers with its promise."""
-    naming = Naming(services.hashing, kind.encode(), call.body)
+    naming = services.namer.begin(kind.encode(), call.body)
     model_id, number = numbers_of(call)
     row = await services.access.live_model(call.caller, model_id)
     run = await services.runs.get(row)

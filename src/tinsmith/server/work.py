@@ -5,10 +5,8 @@ Does not know: how it is queued, run or stored.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,30 +81,6 @@ def digest_of(*parts: bytes) -> str:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
-
-
-LARGE_BYTES = 512 * 1024
-"""Content of this size is named beside other work: a thread is told of it faster than the loop names it."""
-
-
-class Naming:
-    """The digest of a request, under way: a large one is computed in a thread while its body is being decoded."""
-
-    def __init__(self, pool: Executor, *parts: bytes) -> None:
-        self._parts = parts
-        is_large = sum(map(len, parts)) >= LARGE_BYTES
-        self._hashing = pool.submit(digest_of, *parts) if is_large else None
-        self._digest = None if is_large else digest_of(*parts)
-
-    async def digest(self) -> str:
-        if self._digest is None:
-            hashing = self._hashing
-            assert hashing is not None
-            if hashing.cancel():  # the threads are busy, and have not begun
-                self._digest = digest_of(*self._parts)
-            else:
-                self._digest = hashing.result() if hashing.done() else await asyncio.wrap_future(hashing)
-        return self._digest
 
 
 def error_outcome(message: str, category: str) -> Outcome:
