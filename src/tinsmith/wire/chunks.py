@@ -139,6 +139,15 @@ class EncodedTextChunk(_Chunk):
     __hash__ = None  # type: ignore[assignment]
 
 
+def text_of(tokens: Array) -> EncodedTextChunk:
+    """A chunk of ids that are known to be right (decoders): no checks."""
+    chunk = EncodedTextChunk.__new__(EncodedTextChunk)
+    _set(chunk, "tokens", tokens)
+    _set(chunk, "type", "encoded_text")
+    _set(chunk, "_packed", None)
+    return chunk
+
+
 def largest_token(chunk: EncodedTextChunk) -> int:
     """The largest id of a chunk; -1 where there is none. Ids are never negative, so this says whether all are known."""
     held = chunk._held

@@ -228,6 +228,15 @@ class Datum(Frozen):
 _CHUNKS = get_args(ModelInputChunk)
 
 
+def datum_of(chunks: list[ModelInputChunk], inputs: LossFnInputs) -> Datum:
+    """A datum of parts that are known to be right (decoders): no checks."""
+    model_input = ModelInput.__new__(ModelInput)
+    model_input._init(chunks=chunks)
+    datum = Datum.__new__(Datum)
+    datum._init(model_input=model_input, loss_fn_inputs=inputs, model_input_spans=None, loss_fn_input_spans=None)
+    return datum
+
+
 def _chunk(chunk: Any, index: int) -> ModelInputChunk:
     if isinstance(chunk, _CHUNKS):
         return chunk  # type: ignore[no-any-return]

@@ -109,13 +109,18 @@ def int32_bytes(tokens: Sequence[int] | Array) -> bytes | memoryview:
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
-def check_ids(array: Array, where: str) -> None:
-    """Refuse ids that no vocabulary can have, naming the first one."""
+def are_ids(array: Array) -> bool:
+    """Whether all are ids that a vocabulary can have."""
     if array.size == 0:
-        return
+        return True
     # Seen as unsigned, a negative id is a huge one: a single pass finds both kinds.
     unsigned = array.view(_unsigned(array.dtype)) if array.dtype.kind == "i" else array
-    if unsigned.max() > MAX_TOKEN_ID or (array.dtype.itemsize < 4 and array.min() < 0):
+    return bool(unsigned.max() <= MAX_TOKEN_ID and (array.dtype.itemsize >= 4 or array.min() >= 0))
+
+
+def check_ids(array: Array, where: str) -> None:
+    """Refuse ids that no vocabulary can have, naming the first one."""
+    if not are_ids(array):
         index = np.argwhere((array < 0) | (array > MAX_TOKEN_ID))[0]
         value = array[tuple(index)]
         raise InvalidInputError(
