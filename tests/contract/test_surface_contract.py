@@ -51,7 +51,6 @@ DIFFERENCES: dict[str, str] = {
     "as_tinker: extra": OWN,
     "deadline: extra": OWN,
     "local: extra": OWN,
-    "types.EncodedTextChunk.bounds: extra": OWN,
     "API*Error(request): default None": LENIENT,
     "*Error(body): default None": LENIENT,
     "RequestFailedError(category): default 'unknown'": LENIENT,

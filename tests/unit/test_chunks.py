@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.types import DmelChunk, EncodedTextChunk, ImageAssetPointerChunk, ImageChunk, ModelInput
+from tinsmith.wire.chunks import largest_token
 
 DMEL = bytes([0, 2, 5, 3]) + bytes(15)
 """A container of dtype 0 with two dimensions, 5 and 3."""
@@ -193,10 +194,10 @@ def test_byte_estimates() -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 5000])
 @pytest.mark.parametrize("make", [list, np.array])
-def test_bounds_are_the_smallest_and_the_largest_token(length: int, make: Any) -> None:
+def test_the_largest_token(length: int, make: Any) -> None:
     tokens = [(7 * place + 3) % 5003 for place in range(length)]
-    assert EncodedTextChunk(tokens=make(tokens)).bounds == (min(tokens), max(tokens))
+    assert largest_token(EncodedTextChunk(tokens=make(tokens))) == max(tokens)
 
 
-def test_no_tokens_have_no_bounds() -> None:
-    assert EncodedTextChunk(tokens=[]).bounds is None
+def test_no_tokens_have_no_largest_one() -> None:
+    assert largest_token(EncodedTextChunk(tokens=[])) == -1

@@ -232,3 +232,34 @@ def test_a_damaged_checkpoint_is_refused_and_named(tmp_path: Path) -> None:
         await backend.close(0)
 
     run(scenario())
+
+
+def test_samples_that_begin_together_are_those_that_run_alone(tmp_path: Path) -> None:
+    jobs = Jobs(ARITHMETIC.name)
+    asked: list[dict[str, Any]] = [
+        {"max_tokens": 16},
+        {"max_tokens": 0},
+        {"max_tokens": 40, "stop": [7, 9], "num_samples": 3},
+        {"max_tokens": 40, "stop": ["a", "zz"], "temperature": 0.0},
+        {"num_samples": 2},  # up to the end of the context
+        {"max_tokens": 1, "fields": {"topk_sample_logprobs": 3, "prompt_logprobs": True}},
+        {"max_tokens": 0, "stop": []},
+    ]
+    wanted = [jobs.sample(PROBE[: 1 + i % 5], seed=i, **one) for i, one in enumerate(asked * 3)]
+    broken = jobs.sample([5, ARITHMETIC.vocab_size], max_tokens=2)
+
+    async def scenario() -> None:
+        backend = MemoryBackend(log_path=tmp_path / "log")
+        await backend.open()
+        alone = [await backend.submit(job) for job in wanted]
+        assert await asyncio.gather(*map(backend.submit, wanted)) == alone
+        *together, error = await asyncio.gather(
+            *map(backend.submit, [*wanted, broken]), return_exceptions=True
+        )  # one that cannot be drawn takes none with it
+        assert together == alone
+        assert isinstance(error, JobFailedError)
+        assert "vocabulary" in str(error)
+        await backend.close(1)
+        assert [line.job_id for line in read_log(tmp_path / "log")].count(wanted[0].job_id) == 3
+
+    run(scenario())

@@ -38,7 +38,7 @@ class LoraSpec(msgspec.Struct, frozen=True, kw_only=True):
     alpha: float = 32.0
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+class Job(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind"):
     """One unit of work. `tenant` is who shares fairly with whom."""
 
     job_id: str
@@ -129,7 +129,7 @@ class SavedFiles(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
 
 
-class Usage(msgspec.Struct, frozen=True, kw_only=True):
+class Usage(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Tokens that a job cost, by how they are counted."""
 
     training: int = 0
@@ -138,7 +138,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     sampled: int = 0
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True):
+class Done(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A finished job: the result's bytes, what it cost, and the seconds of device time it took."""
 
     body: bytes = b"{}"

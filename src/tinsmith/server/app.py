@@ -254,6 +254,7 @@ async def _stop(services: Services) -> None:
     services.samples.stop()
     await services.runs.stop()
     await services.jobs.drain()
+    services.namer.close()
 
 
 async def drain(services: Services) -> None:

@@ -25,7 +25,7 @@ _VERSION = re.compile(r"(\d+)\.(\d+)")
 NEWEST = (999, 0)
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
+class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One authenticated request."""
 
     route: Route
@@ -63,7 +63,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         return PROTOBUF in self.headers.get("accept", "")
 
 
-class Answer(msgspec.Struct, frozen=True):
+class Answer(msgspec.Struct, frozen=True, gc=False):
     """What goes back."""
 
     body: bytes = b""

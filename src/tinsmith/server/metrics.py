@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0, 30.0)
@@ -39,18 +39,34 @@ class Times(Collector):
         yield family
 
 
+class Counts(Collector):
+    """Counters of events that one thread counts, without locks."""
+
+    def __init__(self, name: str, help_text: str, labels: Sequence[str], registry: CollectorRegistry) -> None:
+        self._name, self._help, self._labels = name, help_text, labels
+        self._counts: dict[tuple[str | int, ...], int] = {}
+        registry.register(self)
+
+    def add(self, labels: tuple[str | int, ...]) -> None:
+        self._counts[labels] = self._counts.get(labels, 0) + 1
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(self._name, self._help, labels=self._labels)
+        for labels, count in self._counts.items():
+            family.add_metric([str(label) for label in labels], count)
+        yield family
+
+
 class Metrics:
     """What the server counts."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "tinsmith_requests_total", "Requests by route and status", ["route", "status"], registry=self.registry
+        self._requests = Counts(
+            "tinsmith_requests_total", "Requests by route and status", ["route", "status"], self.registry
         )
         self._seconds = Times("tinsmith_request_seconds", "Time to answer", ["route"], self.registry)
-        self.jobs = Counter(
-            "tinsmith_jobs_total", "Finished jobs by kind and state", ["kind", "state"], registry=self.registry
-        )
+        self._jobs = Counts("tinsmith_jobs_total", "Finished jobs by kind and state", ["kind", "state"], self.registry)
         self._stages = Times(
             "tinsmith_job_seconds",
             "Time of jobs by stage: waiting for their turn, running",
@@ -77,16 +93,11 @@ class Metrics:
         self.ready = Gauge("tinsmith_ready", "1 while the engine takes work", registry=self.registry)
         self.last_request = time.monotonic()
         """When the last answer went out, by the monotonic clock."""
-        self._children: dict[tuple[str, int], Counter] = {}
-        self._of_jobs: dict[tuple[str, str], Counter] = {}
 
     def request(self, route: str, status: int, seconds: float) -> None:
         """One answer."""
         self.last_request = time.monotonic()
-        counter = self._children.get((route, status))
-        if counter is None:
-            counter = self._children[route, status] = self._requests.labels(route, str(status))
-        counter.inc()
+        self._requests.add((route, status))
         self._seconds.observe((route,), seconds)
 
     def snapshot(self, end: str, seconds: float) -> None:
@@ -96,10 +107,7 @@ class Metrics:
 
     def job(self, kind: str, state: str, waiting_s: float, running_s: float) -> None:
         """One job that has ended."""
-        counter = self._of_jobs.get((kind, state))
-        if counter is None:
-            counter = self._of_jobs[kind, state] = self.jobs.labels(kind, state)
-        counter.inc()
+        self._jobs.add((kind, state))
         self._stages.observe((kind, "waiting"), waiting_s)
         self._stages.observe((kind, "running"), running_s)
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+import msgspec
+
 ResultEncoding: TypeAlias = Literal["json", "protobuf", "error"]
 
 KEPT_BYTES = 64 * 1024 * 1024
@@ -27,8 +29,7 @@ MAX_FEEDS = 10_000
 """Sampling clients whose completions are remembered: anybody can name new ones."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """How a job ended. The body of an error is the JSON that clients read: `{"error", "category"}`."""
 
     body: bytes
@@ -54,8 +55,7 @@ class Promise:
     waiters: set[asyncio.Future[Outcome | None]] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class Completion:
+class Completion(msgspec.Struct, frozen=True, gc=False):
     """One line of a feed."""
 
     cursor: int

@@ -12,7 +12,7 @@ import numpy as np
 
 from tinsmith.engine.base import ModelCard
 from tinsmith.errors import InvalidInputError
-from tinsmith.wire.chunks import EncodedTextChunk
+from tinsmith.wire.chunks import EncodedTextChunk, largest_token
 from tinsmith.wire.sampling import SampleRequest, SamplingParams
 
 MAX_TOPK = 1000
@@ -38,10 +38,9 @@ def _check_prompt(request: SampleRequest, card: ModelCard) -> int:
         where = f"prompt.chunks[{index}]"
         if not isinstance(chunk, EncodedTextChunk):
             _refuse(where, f"{card.name} reads text only, not {chunk.type}")
-        bounds = chunk.bounds
-        if bounds is not None and not (bounds[0] >= 0 and bounds[1] < card.vocab_size):
+        if largest_token(chunk) >= card.vocab_size:
             place, token = next(
-                (place, token) for place, token in enumerate(chunk.to_ints()) if not 0 <= token < card.vocab_size
+                (place, token) for place, token in enumerate(chunk.to_ints()) if token >= card.vocab_size
             )
             _refuse(f"{where}.tokens[{place}]", f"{token} is not a token of {card.name} (0 to {card.vocab_size - 1})")
         length += chunk.length

@@ -17,6 +17,7 @@ from tinsmith.server.auth import Authenticator
 from tinsmith.server.files import Files
 from tinsmith.server.jobs import Jobs
 from tinsmith.server.metrics import Metrics
+from tinsmith.server.naming import Namer
 from tinsmith.server.promises import Broker
 from tinsmith.server.runs import Runs
 from tinsmith.server.samples import Samples
@@ -42,6 +43,7 @@ class Services:
     files: Files
     signer: Signer
     metrics: Metrics
+    namer: Namer = field(default_factory=Namer)
     clock: Callable[[], float] = time.time
     is_draining: bool = False
     client_flags: dict[str, Any] = field(default_factory=dict)

@@ -42,7 +42,7 @@ LARGEST_KEPT_BYTES = 32 * 1024 * 1024
 """Free memory that is not given back, and the largest piece of it; more than the second glibc does not allow."""
 
 
-GARBAGE = 20_000
+GARBAGE = 50_000
 """New objects until the young ones are looked at: what a request makes is mostly gone by itself when it ends."""
 
 

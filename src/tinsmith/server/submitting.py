@@ -23,7 +23,7 @@ from tinsmith.server.jobs import same_request
 from tinsmith.server.refusals import NotReadyError, OverLimitError, UnknownResourceError
 from tinsmith.server.runs import Run
 from tinsmith.server.services import Services
-from tinsmith.server.work import Draft, Work, digest_of
+from tinsmith.server.work import Draft, Work
 from tinsmith.store.base import Statement
 from tinsmith.wire import protobuf
 from tinsmith.wire.futures import UntypedAPIFuture
@@ -123,16 +123,16 @@ def _not_finite(value: Any, where: str) -> str | None:
 
 async def submit_training(services: Services, call: Call, kind: str, prepare: Prepare) -> Answer:
     """Journal a request of a training run; answers with its promise."""
+    naming = services.namer.begin(kind.encode(), call.body)
     model_id, number = numbers_of(call)
     row = await services.access.live_model(call.caller, model_id)
     run = await services.runs.get(row)
     services.used[model_id] = services.clock()
-    digest = digest_of(kind.encode(), call.body)
     if number is not None and (run.lane.knows(number) or services.jobs.is_accepting(model_id, number)):
         known = await services.jobs.known(model_id, number)
         if known is None:
             raise InvalidInputError(f"request number {number} of {model_id} has passed", field="seq_id")
-        return promise(same_request(known, model_id, number, kind, digest), model_id)
+        return promise(same_request(known, model_id, number, kind, await naming.digest()), model_id)
     check_open(services)
     services.admission.check_queue(call.caller, services.jobs.queued_by_org.get(row.org_id, 0))
     draft = Draft(
@@ -142,16 +142,16 @@ async def submit_training(services: Services, call: Call, kind: str, prepare: Pr
         session_id=row.session_id,
         org_id=row.org_id,
         user_id=row.user_id,
-        digest=digest,
     )
     try:
         prepared = await prepare(run)
     except (InvalidInputError, WireError, UnknownResourceError) as error:
         if number is not None:
+            digest = await naming.digest()
             twin = await services.jobs.known(model_id, number)
             if twin is not None and (twin.kind, twin.digest) == (kind, digest) and twin.state != "refused":
                 return promise(twin.request_id, model_id)  # it came twice at once, and took its own name away
-            await services.jobs.refuse(draft, str(_explained(call, error)))
+            await services.jobs.refuse(replace(draft, digest=digest), str(_explained(call, error)))
             run.close_number(number)
         raise _explained(call, error) from None
     if number is None:
@@ -167,6 +167,7 @@ async def submit_training(services: Services, call: Call, kind: str, prepare: Pr
         services.admission.check_tokens(call.caller, prepared.tokens)
         whole = replace(
             draft,
+            digest=await naming.digest(),
             make_job=prepared.make_job,
             context={**prepared.context, "project_id": row.project_id},
             statements=prepared.statements,

@@ -32,7 +32,7 @@ class Draft:
     session_id: str
     org_id: str
     user_id: str
-    digest: str
+    digest: str = ""
     make_job: Callable[[str], AnyJob] | None = None
     """From the request's id to the job; None where the backend has no part in it."""
     context: Mapping[str, Any] = field(default_factory=dict)

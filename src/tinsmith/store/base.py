@@ -19,14 +19,17 @@ Value: TypeAlias = bool | int | float | str | bytes | None
 RowT = TypeVar("RowT", bound="Row")
 
 
-class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """A row of a table; field names are column names. Parameters of a statement are the fields of a row."""
+class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A row of a table; field names are column names. Parameters of a statement are the fields of a row.
+
+    Rows hold plain values, so Python's collector of cycles need not look at them.
+    """
 
     def parameters(self) -> dict[str, Value]:
         return msgspec.structs.asdict(self)
 
 
-class Statement(msgspec.Struct, frozen=True):
+class Statement(msgspec.Struct, frozen=True, gc=False):
     """A named statement and its parameters."""
 
     name: str
@@ -35,7 +38,9 @@ class Statement(msgspec.Struct, frozen=True):
 
 def statement(name: str, row: Row | None = None, /, **parameters: Value) -> Statement:
     """A statement with the fields of a row, further parameters, or both."""
-    return Statement(name, parameters if row is None else {**row.parameters(), **parameters})
+    if row is not None:
+        parameters = {**row.parameters(), **parameters} if parameters else row.parameters()
+    return Statement(name, parameters)
 
 
 class Store(Protocol):

@@ -64,6 +64,13 @@ def contexts(tokens: Array, offset: int = 0) -> Array:
     return numbers
 
 
+def contexts_at(tokens_N: Array, positions_N: Array) -> Array:
+    """The same for tokens at any positions."""
+    most = int(positions_N.max(initial=0)) + 1
+    numbers: Array = (tokens_N.astype(np.uint64) + _ONE) * _steps(1 << most.bit_length())[positions_N]
+    return numbers
+
+
 def features(contexts_N: Array, targets_N: Array) -> Array:
     """phi [N, D] of targets behind prefixes."""
     keys_N = contexts_N + targets_N.astype(np.uint64) * _STEP
@@ -72,6 +79,7 @@ def features(contexts_N: Array, targets_N: Array) -> Array:
 
 
 def scores(weights_D: Array, phi_ND: Array) -> Array:
+    """w . phi; the weights may be other ones in each row."""
     summed: Array = np.add.reduce(phi_ND * weights_D, -1)
     return summed
 

@@ -87,6 +87,8 @@ class MemoryBackend:
         self._epochs = {card.name: 1 for card in cards}
         self._entries: dict[str, _Entry] = {}
         self._queues: dict[str, deque[_Entry]] = {}
+        self._samples: list[_Entry] = []
+        """Those that begin in the next turn of the loop."""
         self._status = Status(state="starting", reason="not opened yet")
 
     def epoch_of(self, base_model: str) -> int:
@@ -160,16 +162,37 @@ class MemoryBackend:
         self._drop([entry for entry in self._entries.values() if entry.job.base_model in lost], "its state was lost")
 
     def _start(self, entry: _Entry) -> None:
-        if self._hold is None and (entry.on_tokens is None or not isinstance(entry.job, Sample)):
+        if self._hold is None and not isinstance(entry.job, Sample):
             self._loop.call_soon(self._run, entry)
+        elif self._hold is None and entry.on_tokens is None:
+            if not self._samples:
+                self._loop.call_soon(self._run_samples)
+            self._samples.append(entry)
         else:
             entry.task = self._loop.create_task(self._run_held(entry))
 
     def _run(self, entry: _Entry) -> None:
         if self._entries.get(entry.job.job_id) is not entry:
             return  # cancelled or lost before it began
+        self._begin([entry])
+        self._execute(entry)
+
+    def _run_samples(self) -> None:
+        """All samples that came in one turn of the loop, together."""
+        came, self._samples = self._samples, []
+        entries = [entry for entry in came if self._entries.get(entry.job.job_id) is entry]
+        self._begin(entries)
         try:
-            self._begin(entry)
+            results = self._engine.samples([entry.job for entry in entries])  # type: ignore[misc]
+        except Exception:  # at least one cannot be carried out: alone, each ends as it must
+            for entry in entries:
+                self._execute(entry)
+        else:
+            for entry, done in zip(entries, results, strict=True):
+                self._end(entry, done)
+
+    def _execute(self, entry: _Entry) -> None:
+        try:
             done = self._engine.execute(entry.job)
         except JobFailedError as error:
             self._end(entry, error)
@@ -185,7 +208,7 @@ class MemoryBackend:
             self._run(entry)
             return
         try:
-            self._begin(entry)
+            self._begin([entry])
             done, response = self._engine.sample(entry.job)
             for number, event in enumerate(token_events(response)):
                 await (asyncio.sleep(0) if self._pace is None else self._pace(entry.job, number))
@@ -197,13 +220,17 @@ class MemoryBackend:
         else:
             self._end(entry, done)
 
-    def _begin(self, entry: _Entry) -> None:
-        entry.has_begun = True
-        if self._log is not None:
-            kind = str(entry.job.__struct_config__.tag)
-            epoch = self._epochs.get(entry.job.base_model, 0)
-            line = Execution(process=os.getpid(), epoch=epoch, job_id=entry.job.job_id, kind=kind)
-            os.write(self._log, msgspec.json.encode(line) + b"\n")
+    def _begin(self, entries: Sequence[_Entry]) -> None:
+        for entry in entries:
+            entry.has_begun = True
+        if self._log is not None and entries:
+            os.write(self._log, b"".join([self._line(entry.job) for entry in entries]))
+
+    def _line(self, job: AnyJob) -> bytes:
+        epoch = self._epochs.get(job.base_model, 0)
+        kind = str(job.__struct_config__.tag)
+        line = Execution(process=os.getpid(), epoch=epoch, job_id=job.job_id, kind=kind)
+        return msgspec.json.encode(line) + b"\n"
 
     def _end(self, entry: _Entry, result: Done | Exception) -> None:
         job = entry.job

@@ -6,7 +6,7 @@ Does not know: order, concurrency, processes. A job that fails leaves everything
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,6 +33,8 @@ from tinsmith.wire.training import (
 
 MAX_FROZEN = 1024
 """Sampled checkpoints whose weights are kept."""
+MAX_TOGETHER = 2**15
+"""Tokens that are drawn at once, or those of one sample if they are more."""
 TOKEN_S = 1e-6
 """Device time is a count of tokens here, so that results are the same again."""
 
@@ -71,16 +73,24 @@ class ArithmeticEngine:
 
     def sample(self, job: base.Sample) -> tuple[Done, SampleResponse]:
         """Carry out a sample; its response also before encoding."""
-        card = self._card(job)
         try:
-            request = json_codec.decode(job.body, SampleRequest)
-            response, prompt_tokens = sampling.run(self._weights(job), request, job.seed, card)
+            drawing = self._drawing(job)
+            sampling.draw([drawing])
+            return _sampled(drawing)
         except (InvalidInputError, WireError) as error:
             raise JobFailedError(str(error), "user") from error
-        sampled = sum(0 if row.tokens_np is None else row.tokens_np.size for row in response.sequences)
-        usage = Usage(prefill=prompt_tokens, sampled=sampled)
-        device_s = (prompt_tokens + sampled) * TOKEN_S
-        return Done(body=encode_response(response), encoding="protobuf", usage=usage, device_s=device_s), response
+
+    def samples(self, jobs: Sequence[base.Sample]) -> list[Done]:
+        """Carry out samples that can all be carried out. Together they cost less, and give what each gives alone."""
+        drawings = [self._drawing(job) for job in jobs]
+        for group in _groups(drawings):
+            sampling.draw(group)
+        return [_sampled(drawing)[0] for drawing in drawings]
+
+    def _drawing(self, job: base.Sample) -> sampling.Drawing:
+        card = self._card(job)
+        request = json_codec.decode(job.body, SampleRequest)
+        return sampling.Drawing.of(self._weights(job), request, job.seed, card)
 
     def forget(self, base_models: Collection[str]) -> None:
         """Lose the models of some base models."""
@@ -127,6 +137,29 @@ class ArithmeticEngine:
                 del self._frozen[next(iter(self._frozen))]
             self._frozen[key] = weights_D
         return weights_D
+
+
+def _groups(drawings: Sequence[sampling.Drawing]) -> Iterator[list[sampling.Drawing]]:
+    """In groups that do not need much memory."""
+    group: list[sampling.Drawing] = []
+    size = 0
+    for drawing in drawings:
+        group.append(drawing)
+        size += drawing.size
+        if size > MAX_TOGETHER:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _sampled(drawing: sampling.Drawing) -> tuple[Done, SampleResponse]:
+    response = drawing.response()
+    prompt_tokens = len(drawing.prompt)
+    sampled = sum(0 if row.tokens_np is None else row.tokens_np.size for row in response.sequences)
+    usage = Usage(prefill=prompt_tokens, sampled=sampled)
+    device_s = (prompt_tokens + sampled) * TOKEN_S
+    return Done(body=encode_response(response), encoding="protobuf", usage=usage, device_s=device_s), response
 
 
 def token_events(response: SampleResponse) -> list[TokenEvent]:

@@ -5,13 +5,17 @@ Temperatures above 0, top_k and top_p do not change them. Logprobs are those tha
 tokens. A token below 256 reads as that character and every other as U+FFFD, which is what stop strings are matched on;
 where no stop is given, token 0 ends a sample.
 
-Does not know: jobs, files. Shapes: T prompt tokens, M sampled tokens, K entries of a top-k table, V vocabulary.
+Does not know: jobs, files. Shapes: T prompt tokens, M sampled tokens, N those of several samples one after another,
+D features, K entries of a top-k table, V vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,22 +40,86 @@ END_TOKEN = 0
 NOT_ASKED = -1
 
 
-def run(weights_D: Array, request: SampleRequest, seed: int, card: ModelCard) -> tuple[SampleResponse, int]:
-    """The answer to a request, and the number of prompt tokens."""
-    params = request.sampling_params
-    prompt = text_tokens(request.prompt, card, "prompt")
-    length = _length(params, len(prompt), card)
-    key = weights_D.tobytes() + struct.pack(f"<{len(prompt)}i", *prompt)
-    sequences = []
-    for index in range(request.num_samples):
-        stream = b"greedy" if params.temperature == 0 else b"%d %d" % (seed, index)
-        tokens_M1, reason = _draw(prompt[-1], key + stream, length, params, card)
-        tokens_M = tokens_M1[1:]
-        contexts_M = arithmetic.contexts(tokens_M1[:-1], len(prompt) - 1)
-        logprobs_M = arithmetic.logprobs(weights_D, contexts_M, tokens_M)
-        topk = _topk(weights_D, contexts_M, request.topk_sample_logprobs, card)
-        sequences.append(SampledSequence(reason, "", tokens_M, logprobs_M, topk))
-    return _response(weights_D, prompt, sequences, request, key, card), len(prompt)
+@dataclass(slots=True, eq=False)
+class Drawing:
+    """A request that can be answered, and what was drawn for it."""
+
+    weights_D: Array
+    request: SampleRequest
+    card: ModelCard
+    prompt: list[int]
+    length: int
+    """The most tokens that a sample may have."""
+    key: bytes
+    """Stands for the weights and the prompt."""
+    streams: list[bytes]
+    """Four bytes for each token of each sample."""
+    sequences: list[SampledSequence] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, weights_D: Array, request: SampleRequest, seed: int, card: ModelCard) -> Drawing:
+        params = request.sampling_params
+        prompt = text_tokens(request.prompt, card, "prompt")
+        length = _length(params, len(prompt), card)
+        key = weights_D.tobytes() + struct.pack(f"<{len(prompt)}i", *prompt)
+        numbers = range(request.num_samples)
+        names = [b"greedy" if params.temperature == 0 else b"%d %d" % (seed, index) for index in numbers]
+        streams = [hashlib.shake_128(key + name).digest(4 * length) for name in names]
+        return cls(weights_D, request, card, prompt, length, key, streams)
+
+    @property
+    def size(self) -> int:
+        return self.length * len(self.streams)
+
+    def response(self) -> SampleResponse:
+        return _response(self.weights_D, self.prompt, self.sequences, self.request, self.key, self.card)
+
+
+def draw(drawings: Sequence[Drawing]) -> None:
+    """The samples of requests. Several at once cost little more than one, and each has the bits it would have alone."""
+    rows = _rows(drawings)
+    lengths = np.array([row.tokens_M.size for row in rows])
+    starts = np.cumsum(lengths) - lengths
+    tokens_N = np.concatenate([row.tokens_M for row in rows])
+    before_N = np.empty_like(tokens_N)
+    before_N[1:] = tokens_N[:-1]
+    is_drawn = lengths > 0
+    before_N[starts[is_drawn]] = np.array([row.drawing.prompt[-1] for row in rows])[is_drawn]
+    offsets = np.array([len(row.drawing.prompt) - 1 for row in rows])
+    positions_N = np.arange(tokens_N.size) + np.repeat(offsets - starts, lengths)
+    contexts_N = arithmetic.contexts_at(before_N, positions_N)
+    weights_ND = np.repeat(np.array([row.drawing.weights_D for row in rows]), lengths, axis=0)
+    logprobs_N = arithmetic.logprobs(weights_ND, contexts_N, tokens_N)
+    for row, start in zip(rows, starts.tolist(), strict=True):
+        drawing, end = row.drawing, start + row.tokens_M.size
+        k = drawing.request.topk_sample_logprobs
+        topk = _topk(drawing.weights_D, contexts_N[start:end], k, drawing.card) if k else None
+        sequence = SampledSequence(row.reason, "", row.tokens_M, logprobs_N[start:end], topk)
+        drawing.sequences.append(sequence)
+
+
+class _Row(NamedTuple):
+    """The tokens of one sample."""
+
+    drawing: Drawing
+    tokens_M: Array
+    reason: StopReason
+
+
+def _rows(drawings: Sequence[Drawing]) -> list[_Row]:
+    """All samples of all requests, each up to its stop."""
+    numbers = np.frombuffer(b"".join([stream for drawing in drawings for stream in drawing.streams]), "<u4")
+    vocabularies = np.array([drawing.card.vocab_size for drawing in drawings], np.uint32)
+    tokens = (numbers % np.repeat(vocabularies, [drawing.size for drawing in drawings])).astype(np.int32)
+    rows, start = [], 0
+    for drawing in drawings:
+        stop, length = drawing.request.sampling_params.stop, drawing.length
+        for _ in drawing.streams:
+            tokens_M = tokens[start : start + length]
+            end = _end(tokens_M.tolist(), stop)
+            rows.append(_Row(drawing, tokens_M[:end], "length" if end is None else "stop"))
+            start += length
+    return rows
 
 
 def _length(params: SamplingParams, prompt_length: int, card: ModelCard) -> int:
@@ -63,15 +131,6 @@ def _length(params: SamplingParams, prompt_length: int, card: ModelCard) -> int:
             f"{card.max_context_length} that {card.name} can hold"
         )
     return length
-
-
-def _draw(last: int, key: bytes, length: int, params: SamplingParams, card: ModelCard) -> tuple[Array, StopReason]:
-    """The prompt's last token and behind it the sampled ones."""
-    tokens_M1 = np.empty(length + 1, np.int32)
-    tokens_M1[0] = last
-    tokens_M1[1:] = np.frombuffer(hashlib.shake_128(key).digest(4 * length), "<u4") % card.vocab_size
-    end = _end(tokens_M1[1:].tolist(), params.stop)
-    return (tokens_M1, "length") if end is None else (tokens_M1[: end + 1], "stop")
 
 
 def _end(tokens: list[int], stop: str | list[str | int] | None) -> int | None:

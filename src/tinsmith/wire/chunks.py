@@ -115,16 +115,6 @@ class EncodedTextChunk(_Chunk):
         return len(self._held)
 
     @property
-    def bounds(self) -> tuple[int, int] | None:
-        """The smallest and the largest token; None where there is none."""
-        held = self._held
-        if not len(held):
-            return None
-        if isinstance(held, np.ndarray):
-            return int(held.min()), int(held.max())
-        return min(held), max(held)
-
-    @property
     def estimated_bytes(self) -> int:
         return 4 * len(self._held)
 
@@ -147,6 +137,23 @@ class EncodedTextChunk(_Chunk):
         return self.to_ints() == other.to_ints()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def text_of(tokens: Array) -> EncodedTextChunk:
+    """A chunk of ids that are known to be right (decoders): no checks."""
+    chunk = EncodedTextChunk.__new__(EncodedTextChunk)
+    _set(chunk, "tokens", tokens)
+    _set(chunk, "type", "encoded_text")
+    _set(chunk, "_packed", None)
+    return chunk
+
+
+def largest_token(chunk: EncodedTextChunk) -> int:
+    """The largest id of a chunk; -1 where there is none. Ids are never negative, so this says whether all are known."""
+    held = chunk._held
+    if not len(held):
+        return -1
+    return int(held.max()) if isinstance(held, np.ndarray) else max(held)
 
 
 def token_bytes(chunk: EncodedTextChunk) -> bytes | memoryview:
@@ -276,7 +283,7 @@ _CHUNK_TYPES: Mapping[str, type[Any]] = {
 
 def chunk_from_builtins(value: Any) -> ModelInputChunk:
     """A chunk from JSON. Releases before 0.18 leave `type` out; the keys then say what it is."""
-    if not isinstance(value, Mapping):
+    if type(value) is not dict and not isinstance(value, Mapping):
         raise InvalidInputError(f"expected a chunk object, got {type(value).__name__}")
     kind = value.get("type")
     if kind == "encoded_text" and value.get("tokens") is not None:  # nearly all of them are

@@ -97,7 +97,7 @@ class ModelInput(ModelMethods, Frozen):
 
     @classmethod
     def from_builtins(cls, value: Any) -> Self:
-        if not isinstance(value, Mapping) or not isinstance(value.get("chunks"), list):
+        if (type(value) is not dict and not isinstance(value, Mapping)) or not isinstance(value.get("chunks"), list):
             raise InvalidInputError("expected a model input: an object with a list of chunks", field="chunks")
         return cls(chunks=value["chunks"])
 
@@ -226,6 +226,15 @@ class Datum(Frozen):
 
 
 _CHUNKS = get_args(ModelInputChunk)
+
+
+def datum_of(chunks: list[ModelInputChunk], inputs: LossFnInputs) -> Datum:
+    """A datum of parts that are known to be right (decoders): no checks."""
+    model_input = ModelInput.__new__(ModelInput)
+    model_input._init(chunks=chunks)
+    datum = Datum.__new__(Datum)
+    datum._init(model_input=model_input, loss_fn_inputs=inputs, model_input_spans=None, loss_fn_input_spans=None)
+    return datum
 
 
 def _chunk(chunk: Any, index: int) -> ModelInputChunk:

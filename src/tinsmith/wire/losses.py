@@ -12,7 +12,7 @@ import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -293,7 +293,7 @@ def _check_finite(tensor: TensorData, where: str) -> None:
         _refuse(f"{where}{_cell(tensor, index)}", f"is {tensor.array[tuple(index)]}; only finite numbers are allowed")
 
 
-_UNSIGNED: Mapping[int, str] = {4: "<u4", 8: "<u8"}
+_UNSIGNED: Mapping[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
 
 def _shape(tensor: TensorData) -> tuple[int, ...]:

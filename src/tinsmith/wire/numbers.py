@@ -12,6 +12,7 @@ import sys
 import warnings
 from array import array as machine_array
 from collections.abc import Mapping, Sequence, Set
+from functools import lru_cache
 from typing import Annotated, Any, NoReturn, TypeAlias
 
 import msgspec
@@ -26,7 +27,13 @@ MAX_TOKEN_ID = 2**31 - 1
 """Token ids travel as int32."""
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOKEN_ID)]
-_TOKEN_IDS = list[TokenId]
+
+
+class _TokenIds(msgspec.Struct, array_like=True):
+    """A list of ids as the only field of a struct: msgspec remembers how to check that, and not a bare list."""
+
+    ids: list[TokenId]
+
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _INT64: np.dtype[Any] = np.dtype("<i8")
@@ -75,7 +82,7 @@ def token_ids(values: Any, where: str) -> list[int] | Array:
     """Token ids, checked: a list is copied, a numpy array kept as it is."""
     if isinstance(values, (list, tuple)):
         try:
-            return msgspec.convert(values, _TOKEN_IDS)
+            return msgspec.convert((values,), _TokenIds).ids
         except _NOT_NUMBERS:
             pass
     array = int_array(values, where)
@@ -102,18 +109,28 @@ def int32_bytes(tokens: Sequence[int] | Array) -> bytes | memoryview:
     return struct.pack(f"<{len(tokens)}i", *tokens)
 
 
+def are_ids(array: Array) -> bool:
+    """Whether all are ids that a vocabulary can have."""
+    if array.size == 0:
+        return True
+    # Seen as unsigned, a negative id is a huge one: a single pass finds both kinds.
+    unsigned = array.view(_unsigned(array.dtype)) if array.dtype.kind == "i" else array
+    return bool(unsigned.max() <= MAX_TOKEN_ID and (array.dtype.itemsize >= 4 or array.min() >= 0))
+
+
 def check_ids(array: Array, where: str) -> None:
     """Refuse ids that no vocabulary can have, naming the first one."""
-    if array.size == 0:
-        return
-    # Seen as unsigned, a negative id is a huge one: a single pass finds both kinds.
-    unsigned = array.view(array.dtype.str.replace("i", "u")) if array.dtype.kind == "i" else array
-    if unsigned.max() > MAX_TOKEN_ID or (array.dtype.itemsize < 4 and array.min() < 0):
+    if not are_ids(array):
         index = np.argwhere((array < 0) | (array > MAX_TOKEN_ID))[0]
         value = array[tuple(index)]
         raise InvalidInputError(
             f"{where}{_index(index)}: {value} is not a token id (allowed: 0 to {MAX_TOKEN_ID})", field=where
         )
+
+
+@lru_cache(maxsize=16)
+def _unsigned(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return np.dtype(dtype.str.replace("i", "u"))
 
 
 def torch_to_numpy(tensor: Any, where: str) -> Array:

@@ -14,18 +14,21 @@ from tinsmith.wire.chunks import (
     ImageChunk,
     ImageDimensions,
     ModelInputChunk,
+    text_of,
     token_bytes,
 )
 from tinsmith.wire.inputs import (
+    LIST_DTYPES,
     Datum,
     ModelInput,
     PromptProvenanceSpan,
     ProvenanceSpan,
     ProvenanceSpans,
     SampledProvenanceSpan,
+    datum_of,
 )
 from tinsmith.wire.message import NOT_GIVEN
-from tinsmith.wire.numbers import Array
+from tinsmith.wire.numbers import Array, are_ids
 from tinsmith.wire.protobuf import (
     BYTES,
     MAX_ITEMS,
@@ -39,9 +42,11 @@ from tinsmith.wire.protobuf import (
     as_text,
     check_count,
     first_blob,
+    plain_tensor,
     read_entry,
     read_fields,
     read_tensor,
+    read_varint,
 )
 from tinsmith.wire.tensors import TensorData
 from tinsmith.wire.training import (
@@ -52,6 +57,8 @@ from tinsmith.wire.training import (
 
 _INT32 = np.dtype("<i4")
 _MAX_INT32 = 2**31 - 1
+_FIRST, _SECOND = 1 << 3 | BYTES, 2 << 3 | BYTES
+"""How fields 1 and 2 begin where they hold bytes."""
 
 
 def encode_request(request: ForwardBackwardRequest) -> bytes:
@@ -208,7 +215,62 @@ def _read_config_value(key: str, kind: int | None, value: Any) -> float | str:
     return result
 
 
+def _plain_datum(data: memoryview) -> Datum | None:
+    """A datum of text and tensors of one dimension with nothing to object to, which nearly all are; None: to be read
+    field by field, where errors are named."""
+    chunks: list[ModelInputChunk] = []
+    inputs: dict[str, TensorData] = {}
+    position, end, length = 0, len(data), 0
+    try:
+        while position < end:
+            tag = data[position]
+            size, start = read_varint(data, position + 1, "")
+            position = start + size
+            part = data[start:position]
+            if tag == _FIRST and position <= end:
+                tokens = _plain_text(part)
+                if tokens is None:
+                    return None
+                chunks.append(text_of(tokens))
+                length += tokens.size
+            elif tag == _SECOND and position <= end:
+                key_start, key_end = first_blob(part)
+                if not key_start or part[key_end] != _SECOND:
+                    return None
+                size, start = read_varint(part, key_end + 1, "")
+                tensor = plain_tensor(part[start:]) if start + size == len(part) else None
+                if tensor is None:
+                    return None
+                inputs[str(part[key_start:key_end], "utf-8")] = tensor
+            else:
+                return None
+    except (WireError, IndexError, UnicodeDecodeError):
+        return None
+    if any(tensor.array.size != length for key, tensor in inputs.items() if key in LIST_DTYPES):
+        return None
+    targets = inputs.get("target_tokens")
+    if targets is not None and (targets.dtype != "int64" or not are_ids(targets.array)):
+        return None
+    return datum_of(chunks, inputs)
+
+
+def _plain_text(data: memoryview) -> Array | None:
+    """The tokens of a chunk that is text and nothing else."""
+    start, end = first_blob(data)
+    if not start or end != len(data):
+        return None
+    text = data[start:end]
+    start, end = first_blob(text)
+    if not start or end != len(text) or (end - start) % _INT32.itemsize:
+        return None
+    tokens = np.frombuffer(text[start:end], _INT32)
+    return tokens if are_ids(tokens) else None
+
+
 def _read_datum(data: memoryview, where: str) -> Datum:
+    plain = _plain_datum(data)
+    if plain is not None:
+        return plain
     chunks: list[ModelInputChunk] = []
     inputs: dict[str, TensorData] = {}
     input_spans: ProvenanceSpans = []
@@ -234,12 +296,6 @@ def _read_datum(data: memoryview, where: str) -> Datum:
 
 
 def _read_chunk(data: memoryview, where: str) -> ModelInputChunk:
-    start, end = first_blob(data)
-    if start and end == len(data):  # text, and nothing else
-        text = data[start:end]
-        start, end = first_blob(text)
-        if start and end == len(text):
-            return _read_text([(1, BYTES, text[start:end])], where)
     chunk: ModelInputChunk | None = None
     for number, kind, value in read_fields(data, where):
         if number not in (1, 2, 3):

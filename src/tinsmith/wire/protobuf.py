@@ -285,7 +285,7 @@ def first_blob(data: memoryview) -> tuple[int, int]:
     return (start, start + length) if start + length <= len(data) else (0, 0)
 
 
-def _plain_tensor(data: memoryview) -> TensorData | None:
+def plain_tensor(data: memoryview) -> TensorData | None:
     """A dense tensor of one dimension as encoders write it, which nearly all are; None: to be read field by field."""
     start, end = first_blob(data)
     tail = bytes(data[end : end + 16]) if start else b""
@@ -336,7 +336,7 @@ def _around_values(
 
 def read_tensor(data: memoryview, where: str) -> TensorData:
     """A tensor whose values are a view of `data`. No shape means one dimension."""
-    plain = _plain_tensor(data)
+    plain = plain_tensor(data)
     if plain is not None:
         return plain
     dense, csr, dtype_number, shape = memoryview(b""), None, 0, []
