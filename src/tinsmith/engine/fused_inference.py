@@ -36,7 +36,7 @@ Integers = npt.NDArray[np.int64]
 
 HEAD_MULTIPLE = 8
 """What the kernels need a head dim to be a multiple of."""
-SOURCES = ("cpu_kernels.py", "cpu_product.py", "row_kernels.py")
+SOURCES = ("cpu_attention.py", "cpu_kernels.py", "cpu_product.py", "cpu_tile.py", "row_kernels.py")
 """Files with kernels."""
 NOTE = "kernels.txt"
 """In the cache directory: for which machine and versions the kernels were compiled last."""
@@ -85,8 +85,6 @@ class _Norms:
 class _Places:
     """Where a step's rows belong in the cache."""
 
-    position_T: Integers
-    owner_T: Integers
     block_T: Integers
     slot_T: Integers
     table_SW: Integers
@@ -108,15 +106,17 @@ class FusedDecoder(InferenceDecoder):
         batch: Sequence[NewTokens],
         adapters: RowAdapters = NO_ADAPTERS,
     ) -> torch.Tensor:
-        from tinsmith.engine.cpu_kernels import add_norm, attend_kernel, gate, turn_and_keep, use_threads
+        from tinsmith.engine.cpu_attention import attend_kernel, pieces_of
+        from tinsmith.engine.cpu_kernels import add_norm, gate, turn_and_keep, use_threads
 
         config, eps = self.config, np.float32(self.config.norm_eps)
         attend = attend_kernel(config.head_dim, cache.block_size)
         places = _places(positions_T.numpy(), batch, cache.block_size)
+        pieces = pieces_of(batch, torch.get_num_threads())
         turning, still = self._angles(positions_T)
         keys_LNKCB, values_LNKBC = cache.keys_LNKCB.numpy(), cache.values_LNKBC.numpy()
         rows = len(tokens_T)
-        looked_at = int(places.position_T.sum() + rows) * 2 * config.query_size  # numbers of keys and values
+        looked_at = int(positions_T.sum() + rows) * 2 * config.query_size  # numbers of keys and values
         x_TD = embedding(tokens_T, self._embedding_VD).numpy()
         normed_TD, attended_TE = torch.empty(rows, config.hidden_size), torch.empty(rows, config.query_size)
         active_TI = torch.empty(rows, config.intermediate_size)
@@ -136,8 +136,10 @@ class FusedDecoder(InferenceDecoder):
             use_threads(looked_at)
             attend(
                 stacked_TE,
-                places.position_T,
-                places.owner_T,
+                pieces.row_I,
+                pieces.count_I,
+                pieces.position_I,
+                pieces.owner_I,
                 places.table_SW,
                 config.sliding_window(index) or 0,
                 keys_NKCB,
@@ -179,4 +181,4 @@ def _places(positions_T: Integers, batch: Sequence[NewTokens], block_size: int) 
     for row, (new, width) in enumerate(zip(batch, widths, strict=True)):
         table_SW[row, :width] = new.blocks[:width]
     block_T = table_SW[owner_T, positions_T // block_size]
-    return _Places(positions_T, owner_T, block_T, positions_T % block_size, table_SW)
+    return _Places(block_T, positions_T % block_size, table_SW)
