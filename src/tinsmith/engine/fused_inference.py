@@ -28,6 +28,7 @@ from tinsmith.engine.models.decoder import Decoder, Layer
 from tinsmith.engine.packed_linear import can_compile, can_pack
 from tinsmith.engine.row_adapters import NO_ADAPTERS, RowAdapters
 from tinsmith.engine.row_ops import compile_rows
+from tinsmith.engine.sampling_math import DrawRule, draw_from
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,14 @@ Integers = npt.NDArray[np.int64]
 
 HEAD_MULTIPLE = 8
 """What the kernels need a head dim to be a multiple of."""
-SOURCES = ("cpu_attention.py", "cpu_kernels.py", "cpu_product.py", "cpu_tile.py", "row_kernels.py")
+SOURCES = (
+    "cpu_attention.py",
+    "cpu_drawing.py",
+    "cpu_kernels.py",
+    "cpu_product.py",
+    "cpu_tile.py",
+    "row_kernels.py",
+)
 """Files with kernels."""
 NOTE = "kernels.txt"
 """In the cache directory: for which machine and versions the kernels were compiled last."""
@@ -65,7 +73,8 @@ def compile_kernels(decoder: InferenceDecoder, cache: BlockCache, cache_dir: Pat
     logger.info("compiling kernels for this processor, once", extra={"event": "compiling"})
     with torch.inference_mode():
         zero_T = torch.zeros(1, dtype=torch.int64)
-        decoder.unembed(decoder.hidden_cached(zero_T, zero_T, cache, [NewTokens(0, 0, 1, [0])]))
+        logits_TV = decoder.unembed(decoder.hidden_cached(zero_T, zero_T, cache, [NewTokens(0, 0, 1, [0])]))
+        draw_from(logits_TV, [0], [DrawRule()], np.zeros(1))
     compile_rows()
     cache_dir.mkdir(parents=True, exist_ok=True)
     with note.open("a") as lines:
