@@ -13,11 +13,9 @@ the cache, S sequences, W blocks of the longest, I pieces, R = rows of a piece: 
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit, prange
@@ -34,8 +32,7 @@ _WIDE = 2 * _LANES
 _wide_product, _narrow_product = make_product(_LANES, 2), make_product(_LANES, 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
+class Pieces(NamedTuple):
     """A step's rows for the kernel."""
 
     row_I: Integers
@@ -93,77 +90,77 @@ def _soften(scores_L: Floats) -> np.float32:
     return np.float32(1) / total
 
 
-Attend: TypeAlias = Callable[
-    [Floats, Integers, Integers, Integers, Integers, Integers, int, Floats, Floats, Floats], Any
-]
-"""attend(qkv_TE, row_I, count_I, position_I, owner_I, table_SW, window, keys_NKCB, values_NKBC, out_TE): attention of
-each row over the blocks of its sequence up to its position; window 0: over all of them."""
+@njit(fastmath=FAST, error_model="numpy")
+def _attend_piece(
+    head: int,
+    row: int,
+    count: int,
+    position: int,
+    table_W: Integers,
+    window: int,
+    qkv_TE: Floats,
+    keys_NKCB: Floats,
+    values_NKBC: Floats,
+    out_TE: Floats,
+) -> None:
+    """Attention of one piece by the query heads of one key/value head."""
+    kv_heads, C, B = keys_NKCB.shape[1], keys_NKCB.shape[2], keys_NKCB.shape[3]
+    groups = out_TE.shape[1] // (kv_heads * C)
+    softener, size = np.float32(1 / math.sqrt(C)), C * B * BYTES
+    keys = np.int64(keys_NKCB.ctypes.data) + head * size
+    values = np.int64(values_NKBC.ctypes.data) + head * size
+    rows = count * groups
+    low = max(0, position + 1 - window) // B if window else 0
+    blocks_W = table_W[low : (position + count + B - 1) // B]
+    blocks, length = len(blocks_W), len(blocks_W) * B
+    scores_RL, share_R = np.empty((rows, length), np.float32), np.empty(rows, np.float32)
+    q_RC, out_RC = np.empty((rows, C), np.float32), np.empty((rows, C), np.float32)
+    scores, q, out = np.int64(scores_RL.ctypes.data), np.int64(q_RC.ctypes.data), np.int64(out_RC.ctypes.data)
+    for r in range(rows):
+        start = (head * groups + r % groups) * C
+        from_C, to_C = qkv_TE[row + r // groups, start : start + C], q_RC[r]
+        for c in range(C):
+            to_C[c] = from_C[c] * softener
+    block = keys + blocks_W[0] * kv_heads * size
+    for b in range(blocks):
+        is_last = b + 1 == blocks
+        following = values + blocks_W[0] * kv_heads * size if is_last else keys + blocks_W[b + 1] * kv_heads * size
+        _times(rows, q, C, block, scores + b * B * BYTES, length, C, B, np.int64(1), following)
+        block = following
+    for r in range(rows):
+        end = position + r // groups + 1
+        first = max(0, end - window) if window else 0
+        scores_RL[r, : first - low * B] = np.float32(0)
+        share_R[r] = _soften(scores_RL[r, first - low * B : end - low * B])
+        scores_RL[r, end - low * B :] = np.float32(0)
+    for b in range(blocks):
+        following = values + blocks_W[min(b + 1, blocks - 1)] * kv_heads * size
+        _times(rows, scores + b * B * BYTES, length, block, out, C, B, C, np.int64(b == 0), following)
+        block = following
+    for r in range(rows):
+        start = (head * groups + r % groups) * C
+        from_C, to_C = out_RC[r], out_TE[row + r // groups, start : start + C]
+        for c in range(C):
+            to_C[c] = from_C[c] * share_R[r]
 
 
-@functools.cache
-def attend_kernel(C: int, B: int) -> Attend:
-    """Attention for one head dim and block size."""
-    softener = np.float32(1 / math.sqrt(C))
-
-    @compiled()
-    def attend(
-        qkv_TE: Floats,
-        row_I: Integers,
-        count_I: Integers,
-        position_I: Integers,
-        owner_I: Integers,
-        table_SW: Integers,
-        window: int,
-        keys_NKCB: Floats,
-        values_NKBC: Floats,
-        out_TE: Floats,
-    ) -> None:
-        kv_heads = keys_NKCB.shape[1]
-        groups = out_TE.shape[1] // (kv_heads * C)
-        keys, values = keys_NKCB.ctypes.data, values_NKBC.ctypes.data
-        for item in prange(len(row_I) * kv_heads):
-            i, k = item // kv_heads, item % kv_heads
-            row, position = row_I[i], position_I[i]
-            rows, end = count_I[i] * groups, position + count_I[i]
-            low = max(0, position + 1 - window) // B if window else 0
-            high = (end + B - 1) // B
-            length = (high - low) * B
-            blocks_W = table_SW[owner_I[i], low:high]
-            scratch, share_R = np.empty(rows * (length + 2 * C), np.float32), np.empty(rows, np.float32)
-            scores_RL = scratch[: rows * length].reshape(rows, length)
-            q_RC = scratch[rows * length : rows * (length + C)].reshape(rows, C)
-            out_RC = scratch[rows * (length + C) :].reshape(rows, C)
-            for r in range(rows):
-                start = (k * groups + r % groups) * C
-                from_C, to_C = qkv_TE[row + r // groups, start : start + C], q_RC[r]
-                for c in range(C):
-                    to_C[c] = from_C[c] * softener
-            block = keys + (blocks_W[0] * kv_heads + k) * C * B * BYTES
-            for b in range(high - low):
-                if b + 1 < high - low:
-                    following = keys + (blocks_W[b + 1] * kv_heads + k) * C * B * BYTES
-                else:
-                    following = values + (blocks_W[0] * kv_heads + k) * C * B * BYTES
-                to = scores_RL.ctypes.data + b * B * BYTES
-                _times(rows, q_RC.ctypes.data, C, block, to, length, C, B, 1, following)
-                block = following
-            for r in range(rows):
-                used = position + r // groups + 1
-                skipped = (max(0, used - window) if window else 0) - low * B
-                used -= low * B
-                scores_RL[r, :skipped] = np.float32(0)
-                share_R[r] = _soften(scores_RL[r, skipped:used])
-                scores_RL[r, used:] = np.float32(0)
-            for b in range(high - low):
-                following = values + (blocks_W[min(b + 1, high - low - 1)] * kv_heads + k) * C * B * BYTES
-                weights = scores_RL.ctypes.data + b * B * BYTES
-                begins = 1 if b == 0 else 0
-                _times(rows, weights, length, block, out_RC.ctypes.data, C, B, C, begins, following)
-                block = following
-            for r in range(rows):
-                start = (k * groups + r % groups) * C
-                from_C, to_C = out_RC[r], out_TE[row + r // groups, start : start + C]
-                for c in range(C):
-                    to_C[c] = from_C[c] * share_R[r]
-
-    return attend  # type: ignore[no-any-return]
+@compiled()
+def attend(
+    qkv_TE: Floats,
+    row_I: Integers,
+    count_I: Integers,
+    position_I: Integers,
+    owner_I: Integers,
+    table_SW: Integers,
+    window: int,
+    keys_NKCB: Floats,
+    values_NKBC: Floats,
+    out_TE: Floats,
+) -> None:
+    """Attention of each row over the blocks of its sequence up to its position; window 0: over all of them."""
+    kv_heads = keys_NKCB.shape[1]
+    for item in prange(len(row_I) * kv_heads):
+        i = item // kv_heads
+        table_W = table_SW[owner_I[i]]
+        piece = row_I[i], count_I[i], position_I[i]
+        _attend_piece(item % kv_heads, *piece, table_W, window, qkv_TE, keys_NKCB, values_NKBC, out_TE)

@@ -4,7 +4,7 @@ Owns: tokens and logprobs of rows without top-k and top-p. A row is computed by 
 same in every batch.
 Does not know: rules of drawing, where random numbers come from.
 
-Shapes: S rows, V vocabulary, I draws, W blocks of the vocabulary.
+Shapes: S rows, V vocabulary, I draws, W blocks of the vocabulary, N tokens of one.
 """
 
 from __future__ import annotations
@@ -73,6 +73,27 @@ def _search(masses_W: npt.NDArray[np.float64], target: float) -> tuple[int, floa
     return last, max(target - before, 0.0)
 
 
+@njit(error_model="numpy")
+def _draw_one(logits_V: Floats, temperature: np.float32, number: float) -> tuple[int, float]:
+    """A token and its logprob, by the inverse of the distribution function: first the block, then the token in it."""
+    top, one, token = _peak(logits_V), np.float32(1), 0
+    masses_W = np.empty((len(logits_V) + _BLOCK - 1) // _BLOCK, np.float64)
+    total = _masses(logits_V, top, one, masses_W)
+    if temperature == GREEDY:
+        while token < len(logits_V) - 1 and logits_V[token] != top:
+            token += 1
+    else:
+        sharpness = one / temperature
+        mass = total if sharpness == one else _masses(logits_V, top, sharpness, masses_W)
+        block, left = _search(masses_W, number * mass)
+        piece_N = logits_V[block * _BLOCK : (block + 1) * _BLOCK]
+        within_N = np.empty(len(piece_N), np.float64)
+        for n in range(len(piece_N)):
+            within_N[n] = exponential((piece_N[n] - top) * sharpness)
+        token = block * _BLOCK + _search(within_N, left)[0]
+    return token, logits_V[token] - (top + math.log(total))
+
+
 @compiled()
 def _draw(
     logits_SV: Floats,
@@ -82,27 +103,5 @@ def _draw(
     token_I: Integers,
     logprob_I: Floats,
 ) -> None:
-    """The inverse of the distribution function: first the block of the vocabulary, then the token in it."""
-    vocabulary = logits_SV.shape[1]
-    blocks = (vocabulary + _BLOCK - 1) // _BLOCK
-    one = np.float32(1)
     for i in prange(len(row_I)):
-        logits_V = logits_SV[row_I[i]]
-        top = _peak(logits_V)
-        masses_W = np.empty(blocks, np.float64)
-        token, total = 0, _masses(logits_V, top, one, masses_W)
-        if temperature_I[i] == GREEDY:
-            while token < vocabulary - 1 and logits_V[token] != top:
-                token += 1
-        else:
-            sharpness = one / temperature_I[i]
-            mass = total if sharpness == one else _masses(logits_V, top, sharpness, masses_W)
-            w, left = _search(masses_W, number_I[i] * mass)
-            piece_V = logits_V[w * _BLOCK : (w + 1) * _BLOCK]
-            within_V = np.empty(len(piece_V), np.float64)
-            for v in range(len(piece_V)):
-                within_V[v] = exponential((piece_V[v] - top) * sharpness)
-            v, _ = _search(within_V, left)
-            token = w * _BLOCK + v
-        token_I[i] = token
-        logprob_I[i] = logits_V[token] - (top + math.log(total))
+        token_I[i], logprob_I[i] = _draw_one(logits_SV[row_I[i]], temperature_I[i], number_I[i])

@@ -75,9 +75,14 @@ GRAIN = 32768
 """Work on fewer numbers than this is not worth a second thread: on a busy machine it would have to be waited for."""
 
 
+def thread_limit() -> int:
+    """Threads that kernels may use: as many as torch's."""
+    return min(torch.get_num_threads(), int(config.NUMBA_NUM_THREADS))
+
+
 def use_threads(numbers: int) -> None:
     """Choose the threads of the kernels that this thread calls next, by the size of their work: torch's, or one."""
-    count = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS) if numbers >= GRAIN else 1
+    count = thread_limit() if numbers >= GRAIN else 1
     if get_num_threads() != count:
         set_num_threads(count)
 
@@ -121,6 +126,7 @@ def gate(gate_up_TE: Floats, out_TI: Floats) -> None:
 @compiled()
 def turn_and_keep(
     qkv_TE: Floats,
+    heads: int,
     norms_HC: Floats,
     eps: np.float32,
     cos_TF: Floats,
@@ -133,8 +139,7 @@ def turn_and_keep(
     """Queries and keys normed (if there are norms) and turned in place; keys and values into the cache."""
     kv_heads, head_dim = keys_NKCB.shape[1], keys_NKCB.shape[2]
     half = head_dim // 2
-    turned = qkv_TE.shape[1] // head_dim - kv_heads
-    heads = turned - kv_heads
+    turned = heads + kv_heads
     for t in prange(qkv_TE.shape[0]):
         for h in range(turned):
             start = h * head_dim

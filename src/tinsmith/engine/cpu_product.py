@@ -45,32 +45,37 @@ _product = make_product(LANES, _VECTORS)
 
 
 @njit(cache=True, parallel=True)
-def _multiply(x_TD: Floats, packed_NDP: Floats, out_TE: Floats) -> None:
-    """out = x W^T; its rows are as long as all panels together. While one panel is used, the next is read."""
-    panels, depth, panel = packed_NDP.shape
-    rows, x_row, out_row = x_TD.shape[0], x_TD.shape[1], out_TE.shape[1]
-    x, w, out = x_TD.ctypes.data, packed_NDP.ctypes.data, out_TE.ctypes.data
-    pace = 0 if rows <= _STREAMED else panel * BYTES // (rows // 6 + 1) + 1
-    for n in prange(panels):
-        piece, column = w + n * depth * panel * BYTES, out + n * panel * BYTES
-        ahead = piece + depth * panel * BYTES
-        _product(rows, x, x_row, piece, panel, column, out_row, depth, 1, ahead, pace)
+def multiply(x_TD: Floats, packed: int, out_TE: Floats) -> None:
+    """out = x W^T for the weights at an address; as many panels as out is wide. While one is used, the next is read."""
+    rows, depth, out_row = x_TD.shape[0], x_TD.shape[1], out_TE.shape[1]
+    x, out = x_TD.ctypes.data, out_TE.ctypes.data
+    pace = 0 if rows <= _STREAMED else PANEL * BYTES // (rows // 6 + 1) + 1
+    for n in prange(out_row // PANEL):
+        w = packed + n * depth * PANEL * BYTES
+        ahead = w + depth * PANEL * BYTES
+        _product(rows, x, depth, w, PANEL, out + n * PANEL * BYTES, out_row, depth, 1, ahead, pace)
 
 
 class PackedWeights:
-    """Weights in panels: for each input the numbers of P outputs side by side."""
+    """Weights in panels: for each input the numbers of P outputs side by side. Called, it is x W^T + b."""
 
-    def __init__(self, weight_ED: torch.Tensor) -> None:
-        self.outputs, depth = weight_ED.shape
+    def __init__(self, weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> None:
+        self.outputs, self.depth = weight_ED.shape
         panels = -(-self.outputs // PANEL)
-        padded = torch.zeros(panels * PANEL, depth)
+        padded = torch.zeros(panels * PANEL, self.depth)
         padded[: self.outputs] = weight_ED.detach()
-        self._packed_NDP: Floats = padded.view(panels, PANEL, depth).transpose(1, 2).contiguous().numpy()
-        self._width = panels * PANEL
+        self._packed_NDP = padded.view(panels, PANEL, self.depth).transpose(1, 2).contiguous()
+        self.address = self._packed_NDP.data_ptr()
+        self.width = panels * PANEL
+        """Outputs, filled up to whole panels."""
+        self.bias_E = bias_E
 
-    def times(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """x W^T as y_TE."""
-        use_threads(self._packed_NDP.size)
-        out_TE = torch.empty(len(x_TD), self._width)
-        _multiply(x_TD.contiguous().numpy(), self._packed_NDP, out_TE.numpy())
-        return out_TE if self._width == self.outputs else out_TE[:, : self.outputs]
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """y_TE"""
+        if x_TD.shape[1] != self.depth:
+            raise ValueError(f"rows of {x_TD.shape[1]} numbers times weights for {self.depth}")
+        use_threads(self._packed_NDP.numel())
+        out_TE = torch.empty(len(x_TD), self.width)
+        multiply(x_TD.contiguous().numpy(), self.address, out_TE.numpy())
+        out_TE = out_TE if self.width == self.outputs else out_TE[:, : self.outputs]
+        return out_TE if self.bias_E is None else out_TE.add_(self.bias_E)
