@@ -13,7 +13,10 @@ Shapes: T rows, D inputs, E outputs, N panels of P outputs.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
+import mmap
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +44,9 @@ PANEL = LANES * _VECTORS
 _STREAMED = 4
 """With so few rows a panel is left too soon for the next to be asked for in time; the processor does that by itself."""
 
+_PAGE = 2**21
+"""Bytes of a large page."""
+
 _product = make_product(LANES, _VECTORS)
 
 
@@ -56,6 +62,19 @@ def multiply(x_TD: Floats, packed: int, out_TE: Floats) -> None:
         _product(rows, x, depth, w, PANEL, out + n * PANEL * BYTES, out_row, depth, 1, ahead, pace)
 
 
+def _room(*shape: int) -> torch.Tensor:
+    """Memory for numbers, in large pages where the system has them: weights from memory come some percent faster."""
+    size = BYTES * math.prod(shape)
+    if size < _PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(shape)
+    region = mmap.mmap(-1, size + _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    room = torch.frombuffer(region, dtype=torch.uint8)
+    start = -room.data_ptr() % _PAGE
+    with contextlib.suppress(OSError):  # a system that was built without
+        region.madvise(mmap.MADV_HUGEPAGE, start, size - size % _PAGE)
+    return room[start : start + size].view(torch.float32).view(shape)
+
+
 class PackedWeights:
     """Weights in panels: for each input the numbers of P outputs side by side. Called, it is x W^T + b."""
 
@@ -64,7 +83,7 @@ class PackedWeights:
         panels = -(-self.outputs // PANEL)
         padded = torch.zeros(panels * PANEL, self.depth)
         padded[: self.outputs] = weight_ED.detach()
-        self._packed_NDP = padded.view(panels, PANEL, self.depth).transpose(1, 2).contiguous()
+        self._packed_NDP = _room(panels, self.depth, PANEL).copy_(padded.view(panels, PANEL, -1).transpose(1, 2))
         self.address = self._packed_NDP.data_ptr()
         self.width = panels * PANEL
         """Outputs, filled up to whole panels."""

@@ -94,9 +94,6 @@ def _emit(rows: int, lanes: int, vectors: int, context: Any, builder: Any, signa
     vector, place = ir.VectorType(number, lanes), ir.IntType(8).as_pointer()
     every = [(row, part) for row in range(rows) for part in range(vectors)]
 
-    def declared(name: str, result: Any, *parameters: Any) -> Any:
-        return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, parameters), name)
-
     def at(base: Any, offset: Any, kind: Any) -> Any:
         return builder.inttoptr(builder.add(base, builder.mul(offset, index(BYTES))), kind.as_pointer())
 
@@ -105,8 +102,10 @@ def _emit(rows: int, lanes: int, vectors: int, context: Any, builder: Any, signa
         single = builder.insert_element(nothing, value, flag(0))
         return builder.shuffle_vector(single, nothing, ir.Constant(ir.VectorType(flag, lanes), [0] * lanes))
 
-    fma = declared(f"llvm.fma.v{lanes}f32", vector, vector, vector, vector)
-    prefetch = declared("llvm.prefetch.p0", ir.VoidType(), place, flag, flag, flag)
+    fma_kind = ir.FunctionType(vector, [vector] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, fma_kind, f"llvm.fma.v{lanes}f32")
+    prefetch_kind = ir.FunctionType(ir.VoidType(), [place, flag, flag, flag])
+    prefetch = builder.module.declare_intrinsic("llvm.prefetch", [place], prefetch_kind)
     starts = [builder.add(x, builder.mul(x_row, index(row * BYTES))) for row in range(rows)]
     results = {
         (row, part): at(out, builder.add(builder.mul(out_row, index(row)), index(part * lanes)), vector)
