@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tinsmith.engine.cpu_attention import attend
-from tinsmith.engine.cpu_kernels import GRAIN, Floats, Integers, add_norm, compiled, gate, turn_and_keep
+from tinsmith.engine.cpu_kernels import GRAIN, Floats, Integers, add_norm, gate, turn_and_keep
 from tinsmith.engine.cpu_product import multiply
 
 PARTS = 4
@@ -74,13 +74,6 @@ class Buffers(NamedTuple):
     """What is to be added to x_TD next."""
 
 
-@compiled()
-def _add_rows(y_TE: Floats, bias_E: Floats) -> None:
-    for t in prange(len(y_TE)):
-        for e in range(len(bias_E)):
-            y_TE[t, e] += bias_E[e]
-
-
 @intrinsic
 def _set_threads(context: Any, count: Any) -> Any:
     """numba's own `set_num_threads`, which looks up an address and so keeps its callers from being kept on disk."""
@@ -105,8 +98,9 @@ def _product(x_TD: Floats, packed: int, bias_LE: Floats, layer: int, out_TE: Flo
     _share(x_TD.shape[1] * out_TE.shape[1], threads)
     multiply(x_TD, packed, out_TE)
     if len(bias_LE):
-        _share(out_TE.size, threads)
-        _add_rows(out_TE, bias_LE[layer])
+        for t in range(len(out_TE)):
+            for e in range(bias_LE.shape[1]):
+                out_TE[t, e] += bias_LE[layer, e]
 
 
 @njit(cache=True)
