@@ -1,8 +1,8 @@
 """Matrix products on a CPU in float32 over weights that were laid out for them: few rows or many, always the same sums.
 
-Owns: the layout of the weights, and the product, compiled by numba at its first use and kept on disk. Its inner loop
-is written in LLVM's vector instructions, because the sums must stay in registers; measured on two cores it is 1.2 times
-as fast as oneDNN's product for 1 to 32 rows, and level for 256 (`bench/engine_products.py`).
+Owns: the layout of the weights, and the product (of `cpu_tile`'s inner loop), compiled by numba at its first use and
+kept on disk; measured on two cores it is 1.3 to 1.8 times as fast as oneDNN's product for 1 to 32 rows, and level for
+256 (`bench/engine_products.py`).
 Does not know: torch's autograd, models.
 
 Every output is one chain of fused multiply-adds over the inputs in order, whatever the number of rows, columns or
