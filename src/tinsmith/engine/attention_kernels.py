@@ -18,12 +18,16 @@ import numpy as np
 from numba import njit, prange
 
 from tinsmith.engine.cpu_kernels import FAST, Floats, Integers, compiled, exponential
-from tinsmith.engine.cpu_tiles import PANEL, ROWS, strided_tile
+from tinsmith.engine.cpu_product import LANES, PANEL
+from tinsmith.engine.cpu_tile import BYTES, make_strided_tile
+
+ROWS = 6
+"""Rows of a tile: as many as leave registers for the panel."""
 
 BLOCK = math.lcm(PANEL, ROWS) * (2 if PANEL < 32 else 1)
 """Queries of a block; a block begins at a whole tile and a whole panel."""
 
-_put, _add = strided_tile(is_adding=False), strided_tile(is_adding=True)
+_tile = make_strided_tile(ROWS, LANES, PANEL // LANES)
 _ONE = np.float32(1)
 
 _inner = {"cache": True, "fastmath": FAST, "error_model": "numpy"}
@@ -137,7 +141,7 @@ def _scores(q: int, C: int, panels: int, low: int, first: int, count: int, out: 
     """out = q k^T where a query of the block sees a key, and a little beyond."""
     for m in range(low, first + count, PANEL):
         for r in range(max(0, m - first) // ROWS * ROWS, count, ROWS):
-            _put(q + r * C * 4, C, 1, panels + m * C * 4, PANEL, out + (r * ld + m) * 4, ld, C)
+            _tile(q + r * C * BYTES, C, 1, panels + m * C * BYTES, PANEL, out + (r * ld + m) * BYTES, ld, C, 1)
 
 
 @njit(**_inner)
@@ -148,8 +152,8 @@ def _sums(
     for c in range(0, C, PANEL):
         for r in range(0, count, ROWS):
             depth = min(length, first + r + ROWS) - low
-            values = panels + (c * M + low * PANEL) * 4
-            _put(weights + (r * ld + low) * 4, ld, 1, values, PANEL, out + (r * C + c) * 4, C, depth)
+            values = panels + (c * M + low * PANEL) * BYTES
+            _tile(weights + (r * ld + low) * BYTES, ld, 1, values, PANEL, out + (r * C + c) * BYTES, C, depth, 1)
 
 
 @njit(**_inner)
@@ -160,8 +164,8 @@ def _add_to_keys(
     for c in range(0, C, PANEL):
         for m in range(low, first + count, ROWS):
             skip = max(0, m - first)
-            x = panels + (c * block + skip * PANEL) * 4
-            _add(weights + (skip * ld + m) * 4, 1, ld, x, PANEL, out + (m * C + c) * 4, C, count - skip)
+            x = panels + (c * block + skip * PANEL) * BYTES
+            _tile(weights + (skip * ld + m) * BYTES, 1, ld, x, PANEL, out + (m * C + c) * BYTES, C, count - skip, 0)
 
 
 @njit(**_inner)

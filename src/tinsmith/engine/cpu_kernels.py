@@ -1,21 +1,20 @@
 """The sampler's small operations on a CPU, each as one compiled loop instead of many calls of torch.
 
-Owns: norm with residual, rotation and filling of the cache, attention over its blocks, the gate of the MLP. Compiled
-by numba at their first use, which takes some seconds once per machine, and kept on disk.
+Owns: norm with residual, rotation and filling of the cache, the gate of the MLP. Compiled by numba at their first use,
+which takes some seconds once per machine, and kept on disk.
 Does not know: tensors, models, who holds which block.
 
 A row's result depends on that row and its position alone, in an order of sums that is the same in every batch: that is
 what makes a sample independent of what runs beside it. Everything is float32.
 
-Shapes: T rows, D hidden, E stacked outputs, H query heads, K key/value heads, G = H / K, C head dim, F = C / 2,
-B block size, N blocks of the cache, S sequences, W blocks of the longest, I intermediate.
+Shapes: T rows, D hidden, E stacked outputs, H normed heads, K key/value heads, C head dim, F = C / 2, B block size,
+N blocks of the cache, I intermediate.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -76,9 +75,14 @@ GRAIN = 32768
 """Work on fewer numbers than this is not worth a second thread: on a busy machine it would have to be waited for."""
 
 
+def thread_limit() -> int:
+    """Threads that kernels may use: as many as torch's."""
+    return min(torch.get_num_threads(), int(config.NUMBA_NUM_THREADS))
+
+
 def use_threads(numbers: int) -> None:
     """Choose the threads of the kernels that this thread calls next, by the size of their work: torch's, or one."""
-    count = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS) if numbers >= GRAIN else 1
+    count = thread_limit() if numbers >= GRAIN else 1
     if get_num_threads() != count:
         set_num_threads(count)
 
@@ -122,6 +126,7 @@ def gate(gate_up_TE: Floats, out_TI: Floats) -> None:
 @compiled()
 def turn_and_keep(
     qkv_TE: Floats,
+    heads: int,
     norms_HC: Floats,
     eps: np.float32,
     cos_TF: Floats,
@@ -134,8 +139,7 @@ def turn_and_keep(
     """Queries and keys normed (if there are norms) and turned in place; keys and values into the cache."""
     kv_heads, head_dim = keys_NKCB.shape[1], keys_NKCB.shape[2]
     half = head_dim // 2
-    turned = qkv_TE.shape[1] // head_dim - kv_heads
-    heads = turned - kv_heads
+    turned = heads + kv_heads
     for t in prange(qkv_TE.shape[0]):
         for h in range(turned):
             start = h * head_dim
@@ -156,90 +160,3 @@ def turn_and_keep(
             for c in range(head_dim):
                 keys_NKCB[block, k, c, slot] = qkv_TE[t, key + c]
                 values_NKBC[block, k, slot, c] = qkv_TE[t, value + c]
-
-
-Attend: TypeAlias = Callable[[Floats, Integers, Integers, Integers, int, Floats, Floats, Floats], Any]
-"""attend(qkv_TE, position_T, owner_T, table_SW, window, keys_NKCB, values_NKBC, out_TE): attention of each row over
-the blocks of its sequence (`owner_T` is its row of the table) up to its position; window 0: over all of them."""
-
-
-@functools.cache
-def attend_kernel(C: int, B: int) -> Attend:
-    """Attention for one head dim and block size: as constants they make it half as fast again."""
-    softener = np.float32(1 / math.sqrt(C))
-    zero, one, lowest = np.float32(0), np.float32(1), np.float32(-np.inf)
-
-    @compiled()
-    def attend(
-        qkv_TE: Floats,
-        position_T: Integers,
-        owner_T: Integers,
-        table_SW: Integers,
-        window: int,
-        keys_NKCB: Floats,
-        values_NKBC: Floats,
-        out_TE: Floats,
-    ) -> None:
-        kv_heads = keys_NKCB.shape[1]
-        groups = out_TE.shape[1] // (kv_heads * C)
-        for item in prange(qkv_TE.shape[0] * kv_heads):
-            t, k = item // kv_heads, item % kv_heads
-            count = position_T[t] + 1
-            first = max(0, count - window) if window else 0
-            blocks_T = table_SW[owner_T[t]]
-            low, high = first // B, (count + B - 1) // B
-            scores_N = np.empty((high - low) * B, np.float32)
-            q_C, out_C = np.empty(C, np.float32), np.empty(C, np.float32)
-            for g in range(groups):
-                start = (k * groups + g) * C
-                for c in range(C):
-                    q_C[c] = qkv_TE[t, start + c] * softener
-                for b in range(low, high):
-                    n, o = blocks_T[b], (b - low) * B
-                    for j in range(B):
-                        scores_N[o + j] = zero
-                    for c in range(0, C, 8):
-                        q0, q1, q2, q3 = q_C[c], q_C[c + 1], q_C[c + 2], q_C[c + 3]
-                        q4, q5, q6, q7 = q_C[c + 4], q_C[c + 5], q_C[c + 6], q_C[c + 7]
-                        for j in range(B):
-                            scores_N[o + j] += (
-                                (q0 * keys_NKCB[n, k, c, j] + q1 * keys_NKCB[n, k, c + 1, j])
-                                + (q2 * keys_NKCB[n, k, c + 2, j] + q3 * keys_NKCB[n, k, c + 3, j])
-                            ) + (
-                                (q4 * keys_NKCB[n, k, c + 4, j] + q5 * keys_NKCB[n, k, c + 5, j])
-                                + (q6 * keys_NKCB[n, k, c + 6, j] + q7 * keys_NKCB[n, k, c + 7, j])
-                            )
-                skipped, used = first - low * B, count - low * B
-                top = lowest
-                for j in range(skipped, used):
-                    top = max(top, scores_N[j])
-                total = zero
-                for j in range(skipped):
-                    scores_N[j] = zero
-                for j in range(skipped, used):
-                    weight = exponential(scores_N[j] - top)
-                    scores_N[j] = weight
-                    total += weight
-                for j in range(used, len(scores_N)):
-                    scores_N[j] = zero
-                for c in range(C):
-                    out_C[c] = zero
-                for b in range(low, high):
-                    n, o = blocks_T[b], (b - low) * B
-                    for j in range(0, B, 8):
-                        w0, w1, w2, w3 = scores_N[o + j], scores_N[o + j + 1], scores_N[o + j + 2], scores_N[o + j + 3]
-                        w4, w5 = scores_N[o + j + 4], scores_N[o + j + 5]
-                        w6, w7 = scores_N[o + j + 6], scores_N[o + j + 7]
-                        for c in range(C):
-                            out_C[c] += (
-                                (w0 * values_NKBC[n, k, j, c] + w1 * values_NKBC[n, k, j + 1, c])
-                                + (w2 * values_NKBC[n, k, j + 2, c] + w3 * values_NKBC[n, k, j + 3, c])
-                            ) + (
-                                (w4 * values_NKBC[n, k, j + 4, c] + w5 * values_NKBC[n, k, j + 5, c])
-                                + (w6 * values_NKBC[n, k, j + 6, c] + w7 * values_NKBC[n, k, j + 7, c])
-                            )
-                share = one / total
-                for c in range(C):
-                    out_TE[t, start + c] = out_C[c] * share
-
-    return attend  # type: ignore[no-any-return]

@@ -1,20 +1,19 @@
-"""The sampler's decoder on a CPU in float32: products by `cpu_product`, everything between them by
-`cpu_kernels`.
+"""The sampler's decoder on a CPU in float32, by compiled kernels (`cpu_layers`).
 
 Owns: the choice between this and the plain decoder, and one step's pass through the layers. It is the arithmetic of
 `inference` over the same weights and cache; the two are compared by tests/unit/engine/test_inference.py.
 Does not know: sampling, which tokens run.
 
-Shapes: as in `inference` and `cpu_kernels`.
+Shapes: as in `inference` and `cpu_layers`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -25,10 +24,15 @@ from tinsmith.engine.block_attention import BlockCache, NewTokens
 from tinsmith.engine.dtype_choice import processor
 from tinsmith.engine.inference import InferenceDecoder
 from tinsmith.engine.models.decoder import Decoder, Layer
-from tinsmith.engine.packed_linear import can_compile, can_pack
+from tinsmith.engine.packed_linear import Product, can_compile, can_pack
 from tinsmith.engine.row_adapters import NO_ADAPTERS, RowAdapters
 from tinsmith.engine.row_ops import compile_rows
+from tinsmith.engine.sampling_math import DrawRule, draw_from
 from tinsmith.engine.training_attention import compile_attention
+
+if TYPE_CHECKING:
+    from tinsmith.engine.cpu_layers import Step, Weights
+    from tinsmith.engine.cpu_product import PackedWeights
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +41,16 @@ Integers = npt.NDArray[np.int64]
 
 HEAD_MULTIPLE = 8
 """What the kernels need a head dim to be a multiple of."""
-SOURCES = ("cpu_kernels.py", "cpu_product.py", "cpu_tiles.py", "row_kernels.py", "attention_kernels.py")
+SOURCES = (
+    "attention_kernels.py",
+    "cpu_attention.py",
+    "cpu_drawing.py",
+    "cpu_kernels.py",
+    "cpu_layers.py",
+    "cpu_product.py",
+    "cpu_tile.py",
+    "row_kernels.py",
+)
 """Files with kernels."""
 NOTE = "kernels.txt"
 """In the cache directory: for which machine and versions the kernels were compiled last."""
@@ -60,13 +73,14 @@ def compile_kernels(decoder: InferenceDecoder, cache: BlockCache, cache_dir: Pat
         return
     note = cache_dir / NOTE
     sources = [Path(__file__).with_name(name).stat().st_mtime_ns for name in SOURCES]
-    wanted = f"{processor()}; numba {version('numba')}; {decoder.config.head_dim} {cache.block_size}; {sources}"
+    wanted = f"{processor()}; numba {version('numba')}; {sources}"
     if note.exists() and wanted in note.read_text().splitlines():
         return
     logger.info("compiling kernels for this processor, once", extra={"event": "compiling"})
     with torch.inference_mode():
         zero_T = torch.zeros(1, dtype=torch.int64)
-        decoder.unembed(decoder.hidden_cached(zero_T, zero_T, cache, [NewTokens(0, 0, 1, [0])]))
+        logits_TV = decoder.unembed(decoder.hidden_cached(zero_T, zero_T, cache, [NewTokens(0, 0, 1, [0])]))
+        draw_from(logits_TV, [0], [DrawRule()], np.zeros(1))
     compile_rows()
     compile_attention(decoder.config)
     cache_dir.mkdir(parents=True, exist_ok=True)
@@ -74,32 +88,12 @@ def compile_kernels(decoder: InferenceDecoder, cache: BlockCache, cache_dir: Pat
         lines.write(f"{wanted}\n")
 
 
-@dataclass(frozen=True, slots=True)
-class _Norms:
-    """A layer's norm weights as the kernels take them."""
-
-    input_D: Floats
-    heads_HC: Floats
-    mlp_D: Floats
-
-
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """Where a step's rows belong in the cache."""
-
-    position_T: Integers
-    owner_T: Integers
-    block_T: Integers
-    slot_T: Integers
-    table_SW: Integers
-
-
 class FusedDecoder(InferenceDecoder):
-    """A decoder for sampling whose layers are four products and five kernels each."""
+    """A decoder for sampling whose layers are one compiled call, or four each where adapters change some rows."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
-        self._norms = tuple(self._layer_norms(layer) for layer in decoder.layers)
+        self._weights = self._laid_out()
         self._last_norm_D: Floats = decoder.norm_D.numpy()
 
     def hidden_cached(
@@ -110,75 +104,105 @@ class FusedDecoder(InferenceDecoder):
         batch: Sequence[NewTokens],
         adapters: RowAdapters = NO_ADAPTERS,
     ) -> torch.Tensor:
-        from tinsmith.engine.cpu_kernels import add_norm, attend_kernel, gate, turn_and_keep, use_threads
+        from tinsmith.engine.cpu_kernels import add_norm, use_threads
+        from tinsmith.engine.cpu_layers import Buffers, run_parts
 
-        config, eps = self.config, np.float32(self.config.norm_eps)
-        attend = attend_kernel(config.head_dim, cache.block_size)
-        places = _places(positions_T.numpy(), batch, cache.block_size)
-        turning, still = self._angles(positions_T)
-        keys_LNKCB, values_LNKBC = cache.keys_LNKCB.numpy(), cache.values_LNKBC.numpy()
-        rows = len(tokens_T)
-        looked_at = int(places.position_T.sum() + rows) * 2 * config.query_size  # numbers of keys and values
-        x_TD = embedding(tokens_T, self._embedding_VD).numpy()
-        normed_TD, attended_TE = torch.empty(rows, config.hidden_size), torch.empty(rows, config.query_size)
-        active_TI = torch.empty(rows, config.intermediate_size)
-        y_TD = torch.zeros(rows, config.hidden_size)
-        for index, (layer, norms) in enumerate(zip(self._layers, self._norms, strict=True)):
-            keys_NKCB, values_NKBC = keys_LNKCB[index], values_LNKBC[index]
-            use_threads(normed_TD.numel())
-            add_norm(x_TD, y_TD.numpy(), norms.input_D, eps, normed_TD.numpy())
-            qkv_TE = layer.qkv(normed_TD)
-            adapters.apply(index, "qkv", normed_TD, qkv_TE)
-            stacked_TE = qkv_TE.numpy()
-            use_threads(stacked_TE.size)
-            angles = turning if config.has_rope(index) else still
-            turn_and_keep(
-                stacked_TE, norms.heads_HC, eps, *angles, places.block_T, places.slot_T, keys_NKCB, values_NKBC
-            )
-            use_threads(looked_at)
-            attend(
-                stacked_TE,
-                places.position_T,
-                places.owner_T,
-                places.table_SW,
-                config.sliding_window(index) or 0,
-                keys_NKCB,
-                values_NKBC,
-                attended_TE.numpy(),
-            )
-            y_TD = layer.output(attended_TE)
-            adapters.apply(index, "output", attended_TE, y_TD)
-            use_threads(normed_TD.numel())
-            add_norm(x_TD, y_TD.numpy(), norms.mlp_D, eps, normed_TD.numpy())
-            gate_up_TE = layer.gate_up(normed_TD)
-            adapters.apply(index, "gate_up", normed_TD, gate_up_TE)
-            use_threads(active_TI.numel())
-            gate(gate_up_TE.numpy(), active_TI.numpy())
-            y_TD = layer.down(active_TI)
-            adapters.apply(index, "down", active_TI, y_TD)
+        rows, config, first = len(tokens_T), self.config, self._layers[0]
+        x_TD = embedding(tokens_T, self._embedding_VD)
+        widths = (config.hidden_size, _width(first.qkv), config.query_size, _width(first.gate_up))
+        normed_TD, qkv_TE, attended_TE, gate_up_TE = (torch.empty(rows, width) for width in widths)
+        active_TI, y_TD = torch.empty(rows, config.intermediate_size), torch.zeros(rows, _width(first.down))
+        written = (x_TD, normed_TD, qkv_TE, attended_TE, gate_up_TE, active_TI, y_TD)
+        tensors = (cache.keys_LNKCB, cache.values_LNKBC, *written)
+        buffers = Buffers(*(tensor.numpy() for tensor in tensors))
+        step = self._step(positions_T, batch, cache.block_size)
+        groups = (
+            ("qkv", normed_TD, qkv_TE[:, : config.query_size + 2 * config.kv_size]),
+            ("output", attended_TE, y_TD[:, : config.hidden_size]),
+            ("gate_up", normed_TD, gate_up_TE[:, : 2 * config.intermediate_size]),
+            ("down", active_TI, y_TD[:, : config.hidden_size]),
+        )
+        parts = len(groups) * config.num_layers
+        if not adapters.parts:
+            run_parts(0, parts, self._weights, step, buffers)
+        for number in range(parts if adapters.parts else 0):
+            run_parts(number, number + 1, self._weights, step, buffers)
+            adapters.apply(number // len(groups), *groups[number % len(groups)])
         use_threads(normed_TD.numel())
-        add_norm(x_TD, y_TD.numpy(), self._last_norm_D, eps, normed_TD.numpy())
+        add_norm(buffers.x_TD, buffers.y_TD, self._last_norm_D, self._weights.eps, buffers.normed_TD)
         return normed_TD
 
-    def _layer_norms(self, layer: Layer) -> _Norms:
-        config = self.config
-        heads_HC = np.empty((0, config.head_dim), np.float32)
-        if layer.query_norm_C is not None and layer.key_norm_C is not None:
-            parts = (layer.query_norm_C, config.num_heads), (layer.key_norm_C, config.num_kv_heads)
-            heads_HC = np.concatenate([np.tile(norm_C.numpy(), (heads, 1)) for norm_C, heads in parts])
-        return _Norms(layer.input_norm_D.numpy(), heads_HC, layer.mlp_norm_D.numpy())
+    def _step(self, positions_T: torch.Tensor, batch: Sequence[NewTokens], block_size: int) -> Step:
+        from tinsmith.engine.cpu_attention import pieces_of
+        from tinsmith.engine.cpu_kernels import thread_limit
+        from tinsmith.engine.cpu_layers import Step
 
-    def _angles(self, positions_T: torch.Tensor) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-        """Cosines and sines as cos_TF, sin_TF: those of the positions, and those that turn nothing."""
+        threads = thread_limit()
         cos_TF, sin_TF = (part_T1F.squeeze(1).numpy() for part_T1F in self._rope.angles(positions_T))
-        return (cos_TF, sin_TF), (np.ones_like(cos_TF), np.zeros_like(sin_TF))
+        pieces = pieces_of(batch, threads)
+        table_SW = _table(batch, block_size)
+        position_T = positions_T.numpy()
+        owner_T = np.repeat(np.arange(len(batch)), [new.count for new in batch])
+        return Step(
+            np.stack((np.ones_like(cos_TF), cos_TF)),
+            np.stack((np.zeros_like(sin_TF), sin_TF)),
+            table_SW[owner_T, position_T // block_size],
+            position_T % block_size,
+            *pieces,
+            table_SW,
+            int(position_T.sum() + len(position_T)) * 2 * self.config.query_size,
+            threads,
+        )
+
+    def _laid_out(self) -> Weights:
+        """What the kernels need of all layers."""
+        from tinsmith.engine.cpu_layers import Weights
+
+        config, layers = self.config, [layer.weights for layer in self._layers]
+        products = [[layer.qkv, layer.output, layer.gate_up, layer.down] for layer in self._layers]
+        return Weights(
+            np.array([[_packed(product).address for product in row] for row in products], np.int64),
+            (_biases(products, 0), _biases(products, 1), _biases(products, 2), _biases(products, 3)),
+            np.stack([layer.input_norm_D.numpy() for layer in layers]),
+            np.stack([layer.mlp_norm_D.numpy() for layer in layers]),
+            np.stack([self._head_norms(layer) for layer in layers]),
+            np.float32(config.norm_eps),
+            np.array([config.sliding_window(index) or 0 for index in range(len(layers))], np.int64),
+            np.array([config.has_rope(index) for index in range(len(layers))], np.int64),
+        )
+
+    def _head_norms(self, layer: Layer) -> Floats:
+        """norms_HC of query and key heads; without rows where there are none."""
+        config = self.config
+        if layer.query_norm_C is None or layer.key_norm_C is None:
+            return np.empty((0, config.head_dim), np.float32)
+        parts = (layer.query_norm_C, config.num_heads), (layer.key_norm_C, config.num_kv_heads)
+        return np.concatenate([np.tile(norm_C.numpy(), (heads, 1)) for norm_C, heads in parts])
 
 
-def _places(positions_T: Integers, batch: Sequence[NewTokens], block_size: int) -> _Places:
-    owner_T = np.repeat(np.arange(len(batch)), [new.count for new in batch])
+def _packed(product: Product) -> PackedWeights:
+    from tinsmith.engine.cpu_product import PackedWeights
+
+    assert isinstance(product, PackedWeights), "the kernels take packed weights only"
+    return product
+
+
+def _width(product: Product) -> int:
+    return _packed(product).width
+
+
+def _biases(products: Sequence[Sequence[Product]], part: int) -> Floats:
+    """biases_LE of one part of each layer; without rows where there are none."""
+    found = [_packed(row[part]).bias_E for row in products]
+    present = [bias_E.numpy() for bias_E in found if bias_E is not None]
+    assert len(present) in (0, len(found)), "some layers have a bias and some have none"
+    return np.stack(present) if present else np.empty((0, 0), np.float32)
+
+
+def _table(batch: Sequence[NewTokens], block_size: int) -> Integers:
+    """table_SW: the blocks of each sequence."""
     widths = [-(-(new.start + new.count) // block_size) for new in batch]
     table_SW = np.zeros((len(batch), max(widths)), np.int64)
     for row, (new, width) in enumerate(zip(batch, widths, strict=True)):
         table_SW[row, :width] = new.blocks[:width]
-    block_T = table_SW[owner_T, positions_T // block_size]
-    return _Places(positions_T, owner_T, block_T, positions_T % block_size, table_SW)
+    return table_SW

@@ -63,8 +63,7 @@ def weight_product(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) 
         return onednn_linear(weight_ED, bias_E)
     from tinsmith.engine.cpu_product import PackedWeights
 
-    times = PackedWeights(weight_ED).times
-    return times if bias_E is None else lambda x_TD: times(x_TD).add_(bias_E)
+    return PackedWeights(weight_ED, bias_E)
 
 
 def transposed_product(weight_ED: torch.Tensor) -> Product:
@@ -73,7 +72,7 @@ def transposed_product(weight_ED: torch.Tensor) -> Product:
         return lambda g_TE: g_TE @ weight_ED
     from tinsmith.engine.cpu_product import PackedWeights
 
-    return PackedWeights(weight_ED.t()).times
+    return PackedWeights(weight_ED.t())
 
 
 def onednn_linear(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> Product:

@@ -19,7 +19,7 @@ from tinsmith.engine.inference import InferenceDecoder
 from tinsmith.engine.random_streams import uniforms
 from tinsmith.engine.row_adapters import FrozenAdapter, RowAdapters
 from tinsmith.engine.sample_state import Sequence
-from tinsmith.engine.sampling_math import draw, topk
+from tinsmith.engine.sampling_math import draw_from, topk
 from tinsmith.errors import TinkerError
 from tinsmith.wire.sampling import TopkRow
 
@@ -145,21 +145,14 @@ def _drawn(sequences: List[Sequence], logits_SV: torch.Tensor) -> list[Drawn]:
     numbers = uniforms(
         [state.job.seed for state in states], [index for _, index in wanted], [sequences[row].drawn for row in rows]
     )
-    logprobs_SV = logits_SV.log_softmax(dim=1)
-    is_plain = len(rows) == len(sequences)
-    tokens, logprobs = draw(
-        logits_SV if is_plain else logits_SV[rows],
-        logprobs_SV if is_plain else logprobs_SV[rows],
-        [state.rule for state in states],
-        numbers,
-    )
+    tokens, logprobs = draw_from(logits_SV, rows, [state.rule for state in states], numbers)
     results = [Drawn(sequence, [], [], []) for sequence in sequences]
-    listed = _listed(sequences, logprobs_SV)
+    listed = _listed(sequences, logits_SV)
     for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
         results[row].tokens.append(token)
         results[row].logprobs.append(logprob)
         results[row].topk.append(listed.get(row))
-    return [_checked(result, float(peak)) for result, peak in zip(results, logits_SV.amax(dim=1).tolist(), strict=True)]
+    return [_checked(result, logits_V) for result, logits_V in zip(results, logits_SV, strict=True)]
 
 
 def _samples(sequence: Sequence) -> List[int]:
@@ -169,7 +162,7 @@ def _samples(sequence: Sequence) -> List[int]:
     return range(request.num_samples) if plan.max_new else ()
 
 
-def _listed(sequences: List[Sequence], logprobs_SV: torch.Tensor) -> dict[int, TopkRow]:
+def _listed(sequences: List[Sequence], logits_SV: torch.Tensor) -> dict[int, TopkRow]:
     """The likeliest tokens of the rows that ask for them."""
     asked: dict[int, list[int]] = {}
     for row, sequence in enumerate(sequences):
@@ -178,15 +171,16 @@ def _listed(sequences: List[Sequence], logprobs_SV: torch.Tensor) -> dict[int, T
             asked.setdefault(k, []).append(row)
     listed: dict[int, TopkRow] = {}
     for k, rows in asked.items():
-        tokens_SK, values_SK = topk(logprobs_SV[rows], k)
+        tokens_SK, values_SK = topk(logits_SV[rows].log_softmax(dim=1), k)
         for row, tokens, values in zip(rows, tokens_SK.tolist(), values_SK.tolist(), strict=True):
             listed[row] = list(zip(tokens, values, strict=True))
     return listed
 
 
-def _checked(drawn: Drawn, peak: float) -> Drawn:
-    """Weights that overflowed give no distribution to draw from."""
-    is_finite = peak - peak == 0 and all(logprob - logprob == 0 for logprob in drawn.logprobs)
+def _checked(drawn: Drawn, logits_V: torch.Tensor) -> Drawn:
+    """Weights that overflowed give no distribution to draw from: no logprob is finite then."""
+    numbers = drawn.logprobs or [float(logits_V.amax())]
+    is_finite = all(number - number == 0 for number in numbers)
     if is_finite:
         return drawn
     adapter = drawn.sequence.state.job.adapter

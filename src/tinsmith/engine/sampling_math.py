@@ -4,7 +4,7 @@ Owns: the arithmetic of drawing. Every row is computed by itself: the same logit
 same token whatever the other rows are.
 Does not know: models, where random numbers come from, when a sample ends.
 
-Shapes: S rows, V vocabulary, N candidates, W blocks of the vocabulary, K listed tokens.
+Shapes: S rows, V vocabulary, N candidates, W blocks of the vocabulary, K listed tokens, I draws.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch.nn.functional import pad
+
+from tinsmith.engine.packed_linear import can_compile, can_pack
 
 NUCLEUS_CANDIDATES = 256
 """Top-p looks at this many of the likeliest tokens first; only flat distributions need them all sorted."""
@@ -39,6 +41,31 @@ class DrawRule:
     @property
     def is_restricted(self) -> bool:
         return self.top_k > 0 or self.top_p < 1
+
+
+def draw_from(
+    logits_SV: torch.Tensor, rows: Sequence[int], rules: Sequence[DrawRule], uniforms_I: npt.NDArray[np.float64]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`draw` from these rows of the logits, which may be listed more than once: tokens_I and logprobs_I."""
+    if not can_pack(logits_SV.device, logits_SV.dtype) or not can_compile():
+        return _draw_listed(logits_SV, rows, rules, uniforms_I)
+    from tinsmith.engine.cpu_drawing import draw_plain
+
+    temperatures_I = np.array([_divisor(rule) for rule in rules], np.float32)
+    tokens_I, logprobs_I = draw_plain(logits_SV, np.array(rows, np.int64), temperatures_I, uniforms_I)
+    restricted = [i for i, rule in enumerate(rules) if rule.is_restricted and not rule.is_greedy]
+    if restricted:
+        tokens_I[restricted], logprobs_I[restricted] = _draw_listed(
+            logits_SV, [rows[i] for i in restricted], [rules[i] for i in restricted], uniforms_I[restricted]
+        )
+    return tokens_I, logprobs_I
+
+
+def _draw_listed(
+    logits_SV: torch.Tensor, rows: Sequence[int], rules: Sequence[DrawRule], uniforms_I: npt.NDArray[np.float64]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    picked_IV = logits_SV if list(rows) == list(range(len(logits_SV))) else logits_SV[list(rows)]
+    return draw(picked_IV, picked_IV.log_softmax(dim=1), rules, uniforms_I)
 
 
 def draw(
@@ -90,11 +117,16 @@ def _draw_kind(
     return _from_candidates(kind, probs_SV, rules, numbers_S1)
 
 
+def _divisor(rule: DrawRule) -> float:
+    """A temperature that can be divided by; 0 where the likeliest token is wanted."""
+    return 0.0 if rule.is_greedy else max(rule.temperature, _COLDEST)
+
+
 def _tempered(logits_SV: torch.Tensor, rules: Sequence[DrawRule]) -> torch.Tensor:
     """probs_SV at each row's temperature."""
     if all(rule.temperature == 1 for rule in rules):
         return logits_SV.softmax(dim=1)
-    temperatures_S1 = torch.tensor([[max(rule.temperature, _COLDEST)] for rule in rules], device=logits_SV.device)
+    temperatures_S1 = torch.tensor([[_divisor(rule)] for rule in rules], device=logits_SV.device)
     shifted_SV = logits_SV - logits_SV.amax(dim=1, keepdim=True)
     return shifted_SV.div_(temperatures_S1).softmax(dim=1)
 

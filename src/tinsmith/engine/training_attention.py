@@ -95,9 +95,9 @@ class CompiledAttention:
     @staticmethod
     def fits(config: ModelConfig) -> bool:
         """Whether there are kernels for such heads."""
-        from tinsmith.engine.cpu_tiles import PANEL
+        from tinsmith.engine.cpu_product import PANEL
 
-        return config.head_dim % PANEL == 0
+        return bool(config.head_dim % PANEL == 0)
 
     def forward(self, layer: int, qkv_TEC: torch.Tensor, is_recording: bool) -> Attended:
         shape = len(qkv_TEC), self._config.num_heads, self._config.head_dim

@@ -190,6 +190,38 @@ def test_logits_do_not_depend_on_batch_chunks_or_blocks(
         torch.set_num_threads(1)
 
 
+@exact
+@both
+def test_rows_of_the_base_model_do_not_notice_adapters_beside_them(
+    tmp_path: Path, kind: type[InferenceDecoder]
+) -> None:
+    decoder = load(tmp_path, "qwen2")
+    inference, cache = kind(decoder), make_cache(decoder)
+    adapter = FrozenAdapter(trained(decoder, 4, 3), decoder.device, decoder.dtype)
+    alone, beside, other = (Cached(inference, cache, list(range(10 * i, 10 * i + 10))) for i in range(3))
+    for tokens in (TOKENS[:37], TOKENS[37:38]):
+        parts = [(other, tokens), (beside, tokens)]
+        together = run(inference, cache, parts, RowAdapters([(0, len(tokens), adapter)]))
+        assert torch.equal(together[len(tokens) :], alone.feed(tokens))
+        assert not torch.equal(together[: len(tokens)], together[len(tokens) :])
+
+
+@exact
+def test_equal_shares_of_attention_are_equal_shares_of_work() -> None:
+    from tinsmith.engine.cpu_attention import PIECE_TOKENS, pieces_of
+
+    batch = [NewTokens(i, 10 * i, 1, [0]) for i in range(7)] + [NewTokens(7, 0, 100, [0]), NewTokens(107, 30, 41, [0])]
+    pieces = pieces_of(batch, 2)
+    rows = sorted(
+        row for first, count in zip(pieces.row_I, pieces.count_I, strict=True) for row in range(first, first + count)
+    )
+    assert rows == list(range(148))
+    assert pieces.count_I.max() == PIECE_TOKENS
+    work = pieces.count_I * (pieces.position_I + pieces.count_I)
+    half = len(work) // 2 + len(work) % 2
+    assert abs(int(work[:half].sum()) - int(work[half:].sum())) <= work.max()
+
+
 @both
 def test_what_is_not_finite_does_not_outlive_its_block(tmp_path: Path, kind: type[InferenceDecoder]) -> None:
     decoder = load(tmp_path)

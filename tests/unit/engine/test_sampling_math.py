@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine.sampling_math import DrawRule, draw, topk
+from tinsmith.engine.sampling_math import DrawRule, draw, draw_from, topk
 
 VOCABULARY = 700
 RULES = [
@@ -41,8 +44,23 @@ def reference_probs(logits: np.ndarray, rule: DrawRule) -> np.ndarray:
     return probs
 
 
-def drawn(logits: torch.Tensor, rules: list[DrawRule], numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+Draws: TypeAlias = Callable[[torch.Tensor, list[DrawRule], np.ndarray], tuple[torch.Tensor, torch.Tensor]]
+
+
+def by_torch(logits: torch.Tensor, rules: list[DrawRule], numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
     return draw(logits, logits.log_softmax(1), rules, numbers)
+
+
+def by_the_sampler(
+    logits: torch.Tensor, rules: list[DrawRule], numbers: np.ndarray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return draw_from(logits, range(len(logits)), rules, numbers)
+
+
+@pytest.fixture(params=[by_torch, by_the_sampler])
+def drawn(request: pytest.FixtureRequest) -> Draws:
+    form: Draws = request.param
+    return form
 
 
 @pytest.fixture
@@ -51,7 +69,7 @@ def logits() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
-def test_frequencies_are_those_of_the_distribution(rule: DrawRule, logits: torch.Tensor) -> None:
+def test_frequencies_are_those_of_the_distribution(drawn: Draws, rule: DrawRule, logits: torch.Tensor) -> None:
     count = 4000
     numbers = (np.arange(count) + 0.5) / count  # every quantile once: no chance in the test
     tokens, _ = drawn(logits[:1].repeat(count, 1), [rule] * count, numbers)
@@ -61,13 +79,13 @@ def test_frequencies_are_those_of_the_distribution(rule: DrawRule, logits: torch
     assert set(np.flatnonzero(found)) <= set(np.flatnonzero(expected))
 
 
-def test_logprobs_are_the_models_own(logits: torch.Tensor) -> None:
+def test_logprobs_are_the_models_own(drawn: Draws, logits: torch.Tensor) -> None:
     tokens, logprobs = drawn(logits, RULES, np.linspace(0, 0.99, len(RULES)))
     expected = logits.double().log_softmax(1).gather(1, tokens.unsqueeze(1)).squeeze(1)
     assert (logprobs.double() - expected).abs().max() < 1e-5
 
 
-def test_a_row_does_not_depend_on_the_others(logits: torch.Tensor) -> None:
+def test_a_row_does_not_depend_on_the_others(drawn: Draws, logits: torch.Tensor) -> None:
     numbers = np.random.default_rng(0).random(len(RULES))
     tokens, logprobs = drawn(logits, RULES, numbers)
     for i, rule in enumerate(RULES):
@@ -78,7 +96,7 @@ def test_a_row_does_not_depend_on_the_others(logits: torch.Tensor) -> None:
     assert torch.equal(swapped.flip(0), tokens)
 
 
-def test_a_row_of_a_real_vocabulary_does_not_depend_on_the_others() -> None:
+def test_a_row_of_a_real_vocabulary_does_not_depend_on_the_others(drawn: Draws) -> None:
     logits = torch.randn(16, 49152, generator=torch.Generator().manual_seed(1)) * 3
     rules = [DrawRule(), DrawRule(0.9), DrawRule(1.0, 50), DrawRule(1.0, -1, 0.95)] * 4
     numbers = np.random.default_rng(0).random(16)
@@ -90,7 +108,7 @@ def test_a_row_of_a_real_vocabulary_does_not_depend_on_the_others() -> None:
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
 @pytest.mark.parametrize("temperature", [1e-45, 1e-6, 1.0, 1e6])
-def test_extremes_stay_inside_the_support(number: float, temperature: float) -> None:
+def test_extremes_stay_inside_the_support(drawn: Draws, number: float, temperature: float) -> None:
     logits = torch.full((1, 300), -torch.inf)
     logits[0, [7, 290]] = torch.tensor([1.0, 2.0])
     for rule in (DrawRule(temperature), DrawRule(temperature, 5), DrawRule(temperature, -1, 0.9999)):
@@ -99,14 +117,14 @@ def test_extremes_stay_inside_the_support(number: float, temperature: float) -> 
         assert torch.isfinite(logprobs).all()
 
 
-def test_temperature_zero_takes_the_first_of_equals() -> None:
+def test_temperature_zero_takes_the_first_of_equals(drawn: Draws) -> None:
     logits = torch.zeros(1, 50)
     logits[0, [11, 31]] = 5.0
     tokens, _ = drawn(logits, [DrawRule(0.0)], np.array([0.99]))
     assert tokens.item() == 11
 
 
-def test_flat_distributions_use_the_whole_nucleus() -> None:
+def test_flat_distributions_use_the_whole_nucleus(drawn: Draws) -> None:
     numbers = (np.arange(2000) + 0.5) / 2000
     tokens, _ = drawn(torch.zeros(2000, 1000), [DrawRule(1.0, -1, 0.9)] * 2000, numbers)
     assert len(set(tokens.tolist())) == 900
@@ -117,3 +135,21 @@ def test_topk_lists_the_likeliest_first(logits: torch.Tensor) -> None:
     assert tokens[0].tolist() == logits[0].argsort(descending=True)[:4].tolist()
     assert (values.diff(dim=1) <= 0).all()
     assert topk(torch.zeros(1, 3), 9)[0].shape == (1, 3)
+
+
+def test_rows_can_be_drawn_from_more_than_once(logits: torch.Tensor) -> None:
+    rows, rules = [3, 0, 3, 7, 0], [DrawRule(), DrawRule(0.0), DrawRule(1.0, 5), DrawRule(0.7), DrawRule()]
+    numbers = np.random.default_rng(0).random(len(rows))
+    tokens, logprobs = draw_from(logits, rows, rules, numbers)
+    alone, scores = by_torch(logits[rows], rules, numbers)
+    assert torch.equal(tokens, alone)
+    assert (logprobs - scores).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_what_is_not_finite_gives_no_finite_logprob(drawn: Draws, value: float) -> None:
+    logits = torch.zeros(2, 600)
+    logits[1, 300] = value
+    tokens, logprobs = drawn(logits, [DrawRule(), DrawRule()], np.array([0.5, 0.5]))
+    assert logprobs.isfinite().tolist() == [True, False]
+    assert ((tokens >= 0) & (tokens < 600)).all()
