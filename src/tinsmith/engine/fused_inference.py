@@ -10,6 +10,8 @@ Shapes: as in `inference` and `cpu_layers`.
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -26,9 +28,7 @@ from tinsmith.engine.inference import InferenceDecoder
 from tinsmith.engine.models.decoder import Decoder, Layer
 from tinsmith.engine.packed_linear import Product, can_compile, can_pack
 from tinsmith.engine.row_adapters import NO_ADAPTERS, RowAdapters
-from tinsmith.engine.row_ops import compile_rows
 from tinsmith.engine.sampling_math import DrawRule, draw_from
-from tinsmith.engine.training_attention import compile_attention
 
 if TYPE_CHECKING:
     from tinsmith.engine.cpu_layers import Step, Weights
@@ -52,6 +52,8 @@ SOURCES = (
     "row_kernels.py",
 )
 """Files with kernels."""
+_TRAINING = "from tinsmith.engine.training_attention import compile_training; compile_training()"
+"""A program for a second process: compiling takes one core only, and what it makes is found on disk."""
 NOTE = "kernels.txt"
 """In the cache directory: for which machine and versions the kernels were compiled last."""
 
@@ -77,12 +79,14 @@ def compile_kernels(decoder: InferenceDecoder, cache: BlockCache, cache_dir: Pat
     if note.exists() and wanted in note.read_text().splitlines():
         return
     logger.info("compiling kernels for this processor, once", extra={"event": "compiling"})
+    beside = subprocess.Popen([sys.executable, "-c", _TRAINING], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     with torch.inference_mode():
         zero_T = torch.zeros(1, dtype=torch.int64)
         logits_TV = decoder.unembed(decoder.hidden_cached(zero_T, zero_T, cache, [NewTokens(0, 0, 1, [0])]))
         draw_from(logits_TV, [0], [DrawRule()], np.zeros(1))
-    compile_rows()
-    compile_attention(decoder.config)
+    if beside.wait():
+        logger.warning("the kernels of training were not compiled; its first step will do it")
+        return
     cache_dir.mkdir(parents=True, exist_ok=True)
     with note.open("a") as lines:
         lines.write(f"{wanted}\n")

@@ -253,3 +253,17 @@ def test_kernels_are_compiled_before_the_first_sample_and_once(
         assert caplog.text.count("compiling kernels") == 1, f"start {number}"
     compile_kernels(InferenceDecoder(decoder), make_cache(decoder), tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
+
+
+@exact
+def test_kernels_that_could_not_be_compiled_are_tried_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = load(tmp_path)
+    with monkeypatch.context() as broken:
+        broken.setattr("tinsmith.engine.fused_inference._TRAINING", "raise SystemExit(3)")
+        compile_kernels(inference_decoder(decoder), make_cache(decoder), tmp_path)
+    assert "its first step will do it" in caplog.text
+    assert not (tmp_path / "kernels.txt").exists()
+    compile_kernels(inference_decoder(decoder), make_cache(decoder), tmp_path)
+    assert (tmp_path / "kernels.txt").exists()
