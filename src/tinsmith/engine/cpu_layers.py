@@ -1,10 +1,11 @@
 """A step's way through the layers on a CPU, compiled as a whole: between the kernels no time is spent in Python.
 
 Owns: the order of the kernels, and how many threads each gets. A layer is four parts, each of which ends with a
-product; a caller who has something to add to a product's result (adapters) runs them one by one.
-Does not know: tensors, adapters, what the kernels do.
+product, to whose rows their adapters add.
+Does not know: tensors, what the kernels do.
 
-Shapes: as in `cpu_kernels` and `cpu_attention`; A is 2: angles that turn nothing, and those of the positions.
+Shapes: as in `cpu_kernels` and `cpu_attention`; A is 2: angles that turn nothing, and those of the positions. L layers,
+P parts, M runs of rows that have an adapter, R columns of all its modules in a part.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from tinsmith.engine.cpu_attention import attend
 from tinsmith.engine.cpu_kernels import GRAIN, Floats, Integers, add_norm, gate, turn_and_keep
 from tinsmith.engine.cpu_product import multiply
 
-PARTS = 4
-"""Parts of a layer: norm to queries, keys and values; attention to its output; norm to gate and up; gate to down."""
+GROUPS = ("qkv", "output", "gate_up", "down")
+"""Whose product a part ends with: norm to queries, keys and values; attention to its output; norm to gate and up; gate
+to down."""
 
 
 class Weights(NamedTuple):
@@ -57,6 +59,19 @@ class Step(NamedTuple):
     looked_at: int
     """Numbers of keys and values that all rows together look at."""
     threads: int
+
+
+class Adapted(NamedTuple):
+    """Which rows have adapters, and where those are."""
+
+    first_M: Integers
+    end_M: Integers
+    """The row after the last."""
+    down_MLP: Integers
+    """Addresses of packed weights; 0: the adapter does not change this part."""
+    up_MLP: Integers
+    width_MLP: Integers
+    """R, filled up to whole panels."""
 
 
 class Buffers(NamedTuple):
@@ -94,61 +109,73 @@ def _share(numbers: int, threads: int) -> None:
 
 
 @njit(cache=True)
-def _product(x_TD: Floats, packed: int, bias_LE: Floats, layer: int, out_TE: Floats, threads: int) -> None:
+def _product(
+    x_TD: Floats,
+    layer: int,
+    part: int,
+    weights: Weights,
+    adapted: Adapted,
+    bias_LE: Floats,
+    out_TE: Floats,
+    threads: int,
+) -> None:
     _share(x_TD.shape[1] * out_TE.shape[1], threads)
-    multiply(x_TD, packed, out_TE)
+    multiply(x_TD, weights.products_LP[layer, part], out_TE, 1)
     if len(bias_LE):
         for t in range(len(out_TE)):
             for e in range(bias_LE.shape[1]):
                 out_TE[t, e] += bias_LE[layer, e]
+    for m in range(len(adapted.first_M)):
+        width = adapted.width_MLP[m, layer, part]
+        if width:
+            first, end = adapted.first_M[m], adapted.end_M[m]
+            low_TR = np.empty((end - first, width), np.float32)
+            _share(width * x_TD.shape[1], threads)
+            multiply(x_TD[first:end], adapted.down_MLP[m, layer, part], low_TR, 1)
+            _share(width * out_TE.shape[1], threads)
+            multiply(low_TR, adapted.up_MLP[m, layer, part], out_TE[first:end], 0)
 
 
 @njit(cache=True)
-def run_parts(first: int, last: int, weights: Weights, step: Step, to: Buffers) -> None:
-    """Run the parts from `first` to `last`, counted through all layers."""
+def run_layers(weights: Weights, step: Step, adapted: Adapted, to: Buffers) -> None:
+    """Run all layers; what the last adds to x_TD is left in y_TD."""
     threads, eps = step.threads, weights.eps
-    for number in range(first, last):
-        layer, part = number // PARTS, number % PARTS
-        packed = weights.products_LP[layer, part]
-        if part == 0:
-            _share(to.x_TD.size, threads)
-            add_norm(to.x_TD, to.y_TD, weights.input_norm_LD[layer], eps, to.normed_TD)
-            _product(to.normed_TD, packed, weights.biases_LE[0], layer, to.qkv_TE, threads)
-        elif part == 1:
-            keys_NKCB, values_NKBC, turns = to.keys_LNKCB[layer], to.values_LNKBC[layer], weights.turns_L[layer]
-            heads = to.attended_TE.shape[1] // keys_NKCB.shape[2]
-            _share(to.qkv_TE.size, threads)
-            turn_and_keep(
-                to.qkv_TE,
-                heads,
-                weights.head_norm_LHC[layer],
-                eps,
-                step.cos_ATF[turns],
-                step.sin_ATF[turns],
-                step.block_T,
-                step.slot_T,
-                keys_NKCB,
-                values_NKBC,
-            )
-            _share(step.looked_at, threads)
-            attend(
-                to.qkv_TE,
-                step.row_I,
-                step.count_I,
-                step.position_I,
-                step.owner_I,
-                step.table_SW,
-                weights.window_L[layer],
-                keys_NKCB,
-                values_NKBC,
-                to.attended_TE,
-            )
-            _product(to.attended_TE, packed, weights.biases_LE[1], layer, to.y_TD, threads)
-        elif part == 2:
-            _share(to.x_TD.size, threads)
-            add_norm(to.x_TD, to.y_TD, weights.mlp_norm_LD[layer], eps, to.normed_TD)
-            _product(to.normed_TD, packed, weights.biases_LE[2], layer, to.gate_up_TE, threads)
-        else:
-            _share(to.active_TI.size, threads)
-            gate(to.gate_up_TE, to.active_TI)
-            _product(to.active_TI, packed, weights.biases_LE[3], layer, to.y_TD, threads)
+    for layer in range(len(weights.products_LP)):
+        _share(to.x_TD.size, threads)
+        add_norm(to.x_TD, to.y_TD, weights.input_norm_LD[layer], eps, to.normed_TD)
+        _product(to.normed_TD, layer, 0, weights, adapted, weights.biases_LE[0], to.qkv_TE, threads)
+        keys_NKCB, values_NKBC, turns = to.keys_LNKCB[layer], to.values_LNKBC[layer], weights.turns_L[layer]
+        heads = to.attended_TE.shape[1] // keys_NKCB.shape[2]
+        _share(to.qkv_TE.size, threads)
+        turn_and_keep(
+            to.qkv_TE,
+            heads,
+            weights.head_norm_LHC[layer],
+            eps,
+            step.cos_ATF[turns],
+            step.sin_ATF[turns],
+            step.block_T,
+            step.slot_T,
+            keys_NKCB,
+            values_NKBC,
+        )
+        _share(step.looked_at, threads)
+        attend(
+            to.qkv_TE,
+            step.row_I,
+            step.count_I,
+            step.position_I,
+            step.owner_I,
+            step.table_SW,
+            weights.window_L[layer],
+            keys_NKCB,
+            values_NKBC,
+            to.attended_TE,
+        )
+        _product(to.attended_TE, layer, 1, weights, adapted, weights.biases_LE[1], to.y_TD, threads)
+        _share(to.x_TD.size, threads)
+        add_norm(to.x_TD, to.y_TD, weights.mlp_norm_LD[layer], eps, to.normed_TD)
+        _product(to.normed_TD, layer, 2, weights, adapted, weights.biases_LE[2], to.gate_up_TE, threads)
+        _share(to.active_TI.size, threads)
+        gate(to.gate_up_TE, to.active_TI)
+        _product(to.active_TI, layer, 3, weights, adapted, weights.biases_LE[3], to.y_TD, threads)

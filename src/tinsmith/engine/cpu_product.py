@@ -51,15 +51,18 @@ _product = make_product(LANES, _VECTORS)
 
 
 @njit(cache=True, parallel=True)
-def multiply(x_TD: Floats, packed: int, out_TE: Floats) -> None:
-    """out = x W^T for the weights at an address; as many panels as out is wide. While one is used, the next is read."""
+def multiply(x_TD: Floats, packed: int, out_TE: Floats, begins: int) -> None:
+    """out = x W^T for the weights at an address, or where not `begins` out += x W^T; as many panels as out is wide.
+
+    While one panel is used, the next is read.
+    """
     rows, depth, out_row = x_TD.shape[0], x_TD.shape[1], out_TE.shape[1]
     x, out = x_TD.ctypes.data, out_TE.ctypes.data
     pace = 0 if rows <= _STREAMED else PANEL * BYTES // (rows // 6 + 1) + 1
     for n in prange(out_row // PANEL):
         w = packed + n * depth * PANEL * BYTES
         ahead = w + depth * PANEL * BYTES
-        _product(rows, x, depth, w, PANEL, out + n * PANEL * BYTES, out_row, depth, 1, ahead, pace)
+        _product(rows, x, depth, w, PANEL, out + n * PANEL * BYTES, out_row, depth, begins, ahead, pace)
 
 
 def _room(*shape: int) -> torch.Tensor:
@@ -95,6 +98,6 @@ class PackedWeights:
             raise ValueError(f"rows of {x_TD.shape[1]} numbers times weights for {self.depth}")
         use_threads(self._packed_NDP.numel())
         out_TE = torch.empty(len(x_TD), self.width)
-        multiply(x_TD.contiguous().numpy(), self.address, out_TE.numpy())
+        multiply(x_TD.contiguous().numpy(), self.address, out_TE.numpy(), 1)
         out_TE = out_TE if self.width == self.outputs else out_TE[:, : self.outputs]
         return out_TE if self.bias_E is None else out_TE.add_(self.bias_E)

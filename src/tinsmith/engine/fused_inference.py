@@ -31,7 +31,7 @@ from tinsmith.engine.row_adapters import NO_ADAPTERS, RowAdapters
 from tinsmith.engine.sampling_math import DrawRule, draw_from
 
 if TYPE_CHECKING:
-    from tinsmith.engine.cpu_layers import Step, Weights
+    from tinsmith.engine.cpu_layers import Adapted, Step, Weights
     from tinsmith.engine.cpu_product import PackedWeights
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def compile_kernels(decoder: InferenceDecoder, cache: BlockCache, cache_dir: Pat
 
 
 class FusedDecoder(InferenceDecoder):
-    """A decoder for sampling whose layers are one compiled call, or four each where adapters change some rows."""
+    """A decoder for sampling whose layers are one compiled call."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(decoder)
@@ -109,7 +109,7 @@ class FusedDecoder(InferenceDecoder):
         adapters: RowAdapters = NO_ADAPTERS,
     ) -> torch.Tensor:
         from tinsmith.engine.cpu_kernels import add_norm, use_threads
-        from tinsmith.engine.cpu_layers import Buffers, run_parts
+        from tinsmith.engine.cpu_layers import Buffers, run_layers
 
         rows, config, first = len(tokens_T), self.config, self._layers[0]
         x_TD = embedding(tokens_T, self._embedding_VD)
@@ -120,18 +120,7 @@ class FusedDecoder(InferenceDecoder):
         tensors = (cache.keys_LNKCB, cache.values_LNKBC, *written)
         buffers = Buffers(*(tensor.numpy() for tensor in tensors))
         step = self._step(positions_T, batch, cache.block_size)
-        groups = (
-            ("qkv", normed_TD, qkv_TE[:, : config.query_size + 2 * config.kv_size]),
-            ("output", attended_TE, y_TD[:, : config.hidden_size]),
-            ("gate_up", normed_TD, gate_up_TE[:, : 2 * config.intermediate_size]),
-            ("down", active_TI, y_TD[:, : config.hidden_size]),
-        )
-        parts = len(groups) * config.num_layers
-        if not adapters.parts:
-            run_parts(0, parts, self._weights, step, buffers)
-        for number in range(parts if adapters.parts else 0):
-            run_parts(number, number + 1, self._weights, step, buffers)
-            adapters.apply(number // len(groups), *groups[number % len(groups)])
+        run_layers(self._weights, step, self._adapted(adapters), buffers)
         use_threads(normed_TD.numel())
         add_norm(buffers.x_TD, buffers.y_TD, self._last_norm_D, self._weights.eps, buffers.normed_TD)
         return normed_TD
@@ -157,6 +146,15 @@ class FusedDecoder(InferenceDecoder):
             int(position_T.sum() + len(position_T)) * 2 * self.config.query_size,
             threads,
         )
+
+    def _adapted(self, adapters: RowAdapters) -> Adapted:
+        from tinsmith.engine.cpu_layers import GROUPS, Adapted
+
+        layers = self.config.num_layers
+        places = [adapter.places(layers, GROUPS) for _, _, adapter in adapters.parts]
+        first_M, end_M = (np.array([part[side] for part in adapters.parts], np.int64) for side in (0, 1))
+        found_MALP = np.array(places, np.int64).reshape(-1, 3, layers, len(GROUPS))
+        return Adapted(first_M, end_M, *(np.ascontiguousarray(found_MALP[:, kind]) for kind in range(3)))
 
     def _laid_out(self) -> Weights:
         """What the kernels need of all layers."""

@@ -55,6 +55,15 @@ def product_kind(device: torch.device, dtype: torch.dtype) -> str:
     return "compiled" if can_compile() else "onednn"
 
 
+def panel_width(device: torch.device, dtype: torch.dtype) -> int:
+    """Outputs that `weight_product` computes together."""
+    if product_kind(device, dtype) != "compiled":
+        return 1
+    from tinsmith.engine.cpu_product import PANEL
+
+    return int(PANEL)
+
+
 def weight_product(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> Product:
     """The product with these weights; on a CPU it holds its own copy of them."""
     if not can_pack(weight_ED.device, weight_ED.dtype):

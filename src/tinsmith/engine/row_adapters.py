@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from torch.nn.functional import pad
 
 from tinsmith.engine.lora import LM_HEAD, LoraAdapter, LoraGroup
-from tinsmith.engine.packed_linear import Product, weight_product
+from tinsmith.engine.packed_linear import Product, panel_width, weight_product
 
 
 class FrozenAdapter:
@@ -25,10 +28,28 @@ class FrozenAdapter:
 
     def __init__(self, adapter: LoraAdapter, device: torch.device, dtype: torch.dtype) -> None:
         self._groups: dict[tuple[int | None, str], tuple[Product, Product]] = {}
+        self._places: npt.NDArray[np.int64] | None = None
+        unit = panel_width(device, dtype)
         for key, group in adapter.groups.items():
-            down_GRD = group.A_GRD.detach().clone().to(device, dtype)
-            up_EGR = (_block_diagonal(group) * adapter.scale).to(device, dtype)
+            missing = (
+                -len(group.A_GRD) % unit
+            )  # rows of zeros, so that the second product takes whole panels of the first
+            down_GRD = pad(group.A_GRD.detach(), (0, 0, 0, missing)).to(device, dtype, copy=True)
+            up_EGR = pad(_block_diagonal(group) * adapter.scale, (0, missing)).to(device, dtype)
             self._groups[key] = weight_product(down_GRD), weight_product(up_EGR)
+
+    def places(self, layers: int, groups: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Addresses of both products and the width between them, [3, layers, groups]; zeros where there are none."""
+        if self._places is None:
+            from tinsmith.engine.cpu_product import PackedWeights
+
+            self._places = np.zeros((3, layers, len(groups)), np.int64)
+            for (layer, group), (down, up) in self._groups.items():
+                if layer is not None:
+                    assert isinstance(down, PackedWeights)
+                    assert isinstance(up, PackedWeights)
+                    self._places[:, layer, groups.index(group)] = down.address, up.address, down.width
+        return self._places
 
     def add_to(self, layer: int | None, group: str, x_TD: torch.Tensor, y_TE: torch.Tensor) -> None:
         """Add this adapter's part for x_TD to y_TE, in place."""
