@@ -10,11 +10,7 @@ Shapes: as in `inference` and `cpu_layers`.
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from collections.abc import Sequence
-from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,12 +19,10 @@ import torch
 from torch.nn.functional import embedding
 
 from tinsmith.engine.block_attention import BlockCache, NewTokens
-from tinsmith.engine.dtype_choice import processor
 from tinsmith.engine.inference import InferenceDecoder
 from tinsmith.engine.models.decoder import Decoder, Layer
 from tinsmith.engine.packed_linear import Product, can_compile, can_pack
 from tinsmith.engine.row_adapters import NO_ADAPTERS, RowAdapters
-from tinsmith.engine.sampling_math import DrawRule, draw_from
 
 if TYPE_CHECKING:
     from tinsmith.engine.cpu_layers import Adapted, Step, Weights
@@ -41,21 +35,6 @@ Integers = npt.NDArray[np.int64]
 
 HEAD_MULTIPLE = 8
 """What the kernels need a head dim to be a multiple of."""
-SOURCES = (
-    "attention_kernels.py",
-    "cpu_attention.py",
-    "cpu_drawing.py",
-    "cpu_kernels.py",
-    "cpu_layers.py",
-    "cpu_product.py",
-    "cpu_tile.py",
-    "row_kernels.py",
-)
-"""Files with kernels."""
-_TRAINING = "from tinsmith.engine.training_attention import compile_training; compile_training()"
-"""A program for a second process: compiling takes one core only, and what it makes is found on disk."""
-NOTE = "kernels.txt"
-"""In the cache directory: for which machine and versions the kernels were compiled last."""
 
 
 def inference_decoder(decoder: Decoder) -> InferenceDecoder:
@@ -64,32 +43,6 @@ def inference_decoder(decoder: Decoder) -> InferenceDecoder:
     return (
         FusedDecoder(decoder) if can_fuse and not decoder.config.head_dim % HEAD_MULTIPLE else InferenceDecoder(decoder)
     )
-
-
-def compile_kernels(decoder: InferenceDecoder, cache: BlockCache, cache_dir: Path) -> None:
-    """Compile all kernels now, unless that was done on this machine before: a first request should not wait.
-
-    The block that is written to is nobody's yet.
-    """
-    if not isinstance(decoder, FusedDecoder):
-        return
-    note = cache_dir / NOTE
-    sources = [Path(__file__).with_name(name).stat().st_mtime_ns for name in SOURCES]
-    wanted = f"{processor()}; numba {version('numba')}; {sources}"
-    if note.exists() and wanted in note.read_text().splitlines():
-        return
-    logger.info("compiling kernels for this processor, once", extra={"event": "compiling"})
-    beside = subprocess.Popen([sys.executable, "-c", _TRAINING], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    with torch.inference_mode():
-        zero_T = torch.zeros(1, dtype=torch.int64)
-        logits_TV = decoder.unembed(decoder.hidden_cached(zero_T, zero_T, cache, [NewTokens(0, 0, 1, [0])]))
-        draw_from(logits_TV, [0], [DrawRule()], np.zeros(1))
-    if beside.wait():
-        logger.warning("the kernels of training were not compiled; its first step will do it")
-        return
-    cache_dir.mkdir(parents=True, exist_ok=True)
-    with note.open("a") as lines:
-        lines.write(f"{wanted}\n")
 
 
 class FusedDecoder(InferenceDecoder):

@@ -21,7 +21,8 @@ import torch
 
 from tinsmith.engine.block_attention import BlockCache, block_bytes
 from tinsmith.engine.cache_room import CacheRoom
-from tinsmith.engine.fused_inference import compile_kernels, inference_decoder
+from tinsmith.engine.compiling import compile_kernels
+from tinsmith.engine.fused_inference import inference_decoder
 from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models.decoder import Decoder
 from tinsmith.engine.prefix import PrefixIndex
@@ -115,7 +116,7 @@ class Sampler:
         count = min(count, self.limits.max_sequences * (-(-config.max_context_length // size) + 1))
         cache = BlockCache(config, count, size, decoder.device, decoder.dtype)
         if cache_dir is not None:
-            compile_kernels(self._decoder, cache, cache_dir)
+            compile_kernels(self._decoder, cache_dir)
         self._room = CacheRoom(cache, PrefixIndex(count, size))
         self._batch = SampleBatch(self._decoder, cache)
         self._adapters: dict[Hashable, FrozenAdapter] = {}

@@ -19,7 +19,6 @@ import torch
 from tinsmith.engine.models.attention import PackedAttention
 from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.packed_linear import can_compile, can_pack
-from tinsmith.engine.row_ops import compile_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +51,6 @@ def training_attention(
     if can_pack(device, dtype) and can_compile() and CompiledAttention.fits(config):
         return CompiledAttention(config, lengths)
     return TorchAttention(config, lengths)
-
-
-def compile_training() -> None:
-    """Have all kernels of training compiled, those of `row_ops` too."""
-    from tinsmith.engine.cpu_product import PANEL
-
-    compile_rows()
-    config = ModelConfig(
-        architecture="LlamaForCausalLM",
-        vocab_size=1,
-        hidden_size=PANEL,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=PANEL,
-        intermediate_size=1,
-        max_context_length=1,
-    )
-    attention = CompiledAttention(config, [1])
-    attended = attention.forward(0, torch.zeros(1, 3, PANEL), is_recording=True)
-    attention.backward(attended, attended.out_THC)
 
 
 class TorchAttention:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tinsmith.engine.block_attention import BlockCache, NewTokens
-from tinsmith.engine.fused_inference import FusedDecoder, compile_kernels, inference_decoder
+from tinsmith.engine.compiling import compile_kernels
+from tinsmith.engine.fused_inference import FusedDecoder, inference_decoder
 from tinsmith.engine.inference import InferenceDecoder
 from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models.attention import PackedAttention
@@ -249,9 +250,9 @@ def test_kernels_are_compiled_before_the_first_sample_and_once(
     decoder = load(tmp_path)
     caplog.set_level("INFO")
     for number in (1, 2):
-        compile_kernels(inference_decoder(decoder), make_cache(decoder), tmp_path)
+        compile_kernels(inference_decoder(decoder), tmp_path)
         assert caplog.text.count("compiling kernels") == 1, f"start {number}"
-    compile_kernels(InferenceDecoder(decoder), make_cache(decoder), tmp_path / "plain")
+    compile_kernels(InferenceDecoder(decoder), tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
 
 
@@ -261,9 +262,9 @@ def test_kernels_that_could_not_be_compiled_are_tried_again(
 ) -> None:
     decoder = load(tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr("tinsmith.engine.fused_inference._TRAINING", "raise SystemExit(3)")
-        compile_kernels(inference_decoder(decoder), make_cache(decoder), tmp_path)
-    assert "its first step will do it" in caplog.text
+        broken.setattr("tinsmith.engine.compiling.SHARES", ("compile_nothing",))
+        compile_kernels(inference_decoder(decoder), tmp_path)
+    assert "will have to wait for them" in caplog.text
     assert not (tmp_path / "kernels.txt").exists()
-    compile_kernels(inference_decoder(decoder), make_cache(decoder), tmp_path)
+    compile_kernels(inference_decoder(decoder), tmp_path)
     assert (tmp_path / "kernels.txt").exists()
