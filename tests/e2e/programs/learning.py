@@ -20,7 +20,7 @@ IS_QUICK = "--quick" in sys.argv
 
 PROMPTS = [[11, 12, 13], [21, 22, 23], [31, 32, 33]]
 ANSWERS = [[41, 42, 43, 44], [51, 52, 53, 54], [61, 62, 63, 64]]
-RATE = 2e-2 if IS_QUICK else 1e-3
+RATE = 1e-2 if IS_QUICK else 1e-3
 
 
 def text(tokens):
