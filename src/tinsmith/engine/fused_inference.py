@@ -9,7 +9,6 @@ Shapes: as in `inference` and `cpu_layers`.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -27,8 +26,6 @@ from tinsmith.engine.row_adapters import NO_ADAPTERS, RowAdapters
 if TYPE_CHECKING:
     from tinsmith.engine.cpu_layers import Adapted, Step, Weights
     from tinsmith.engine.cpu_product import PackedWeights
-
-logger = logging.getLogger(__name__)
 
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
