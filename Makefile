@@ -1,26 +1,28 @@
-# The front door. `make` alone explains.
+# Development commands; `make` alone lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup check test torture bench lines clean demo demo-rl
+.PHONY: help setup check test docs demo demo-rl bench torture soak fuzz mutants lines clean
 PY := .venv/bin/python
-# Three test processes share two cores, since many tests wait: threads that wait must not spin.
+# Three processes on two cores, because many tests wait. GOMP_SPINCOUNT keeps OpenMP threads that wait from using a core.
 PYTEST := GOMP_SPINCOUNT=1000 $(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-help: ## Say what each command does
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+help:
+	@awk -F ':.*## ' '/^## / {printf "%s%s\n", (n++ ? "\n" : ""), substr($$0, 4)} \
+		/^[a-z-]+:.*## / {printf "  make %-8s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: ## Make .venv and install everything that development needs (nothing when it is current)
+## Develop
+setup: ## Create .venv with everything development needs; does nothing if it is up to date
 	@tools/setup
 
-check: setup checked ## Format, lint, types and unit tests: about a minute
+check: setup checked ## Check format, lint and types, and run the unit tests (about a minute)
 	@$(PYTEST) tests/unit
 
-test: setup ## Everything: what check does, the contract tests against the official SDK, its cookbook, and end to end
-	@$(MAKE) --no-print-directory -j 3 checked cookbook postgres kernels
+test: setup ## Run all tests: also against the official SDK and its cookbook, and end to end
+	@$(MAKE) --no-print-directory -j 3 checked cookbook postgres kernels site
 	@$(PYTEST) tests
 
-.PHONY: checked cookbook postgres kernels
+.PHONY: checked cookbook postgres kernels site
 checked:
-	@.venv/bin/ruff format --check --quiet . || { echo "run .venv/bin/ruff format"; exit 1; }
+	@.venv/bin/ruff format --check --quiet . || { echo "not formatted; run: .venv/bin/ruff format"; exit 1; }
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/mypy
 
@@ -33,19 +35,26 @@ postgres:
 kernels:
 	@tools/kernels
 
-torture: setup ## Kill engine and server 100 times under load, and compare with an undisturbed run (a quarter of an hour)
-	@tools/official
-	@tools/postgres
-	@KILLS=200 $(PY) -m pytest -q tests/e2e/test_server_crash.py
-	@PYTHONPATH=tests $(PY) -m support.torture --kills 100
+site:
+	@tools/docs
 
-demo: setup ## From nothing to a tuned model on this machine, with a report in tinsmith-demo/
+docs: setup site ## Build the documentation into site/: searchable, with an API reference, readable offline
+
+lines: ## Count lines of code per sub-package, with the change since main
+	@tools/lines
+
+clean: ## Delete the virtual environments and caches
+	rm -rf .venv .official .docs-venv .docs-build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+## Try it
+demo: setup ## Fine-tune a small model on this machine; writes a report to tinsmith-demo/
 	@.venv/bin/tinsmith demo
 
-demo-rl: setup ## The same by reward alone: a model learns to answer rightly and briefly
+demo-rl: setup ## The same with rewards only: the model learns short, correct answers
 	@.venv/bin/tinsmith demo --rl
 
-bench: setup ## Benchmarks: wire and client beside the official SDK, server beside FastAPI, engine beside PEFT, durability
+## Measure and stress (minutes to hours)
+bench: setup ## Run the benchmarks: client and wire, server, store, command line, engine, durability
 	@tools/official
 	@$(PY) bench/wire.py
 	@$(PY) bench/sdk.py
@@ -55,8 +64,19 @@ bench: setup ## Benchmarks: wire and client beside the official SDK, server besi
 	@$(PY) bench/engine.py
 	@$(PY) bench/durability.py
 
-lines: ## Lines of code per sub-package, with the change against main
-	@tools/lines
+KILLS ?= 100
+torture: setup ## Kill engine and server KILLS=100 times under load; compare with an undisturbed run
+	@tools/official
+	@tools/postgres
+	@KILLS=200 $(PY) -m pytest -q tests/e2e/test_server_crash.py
+	@PYTHONPATH=tests $(PY) -m support.torture --kills $(KILLS)
 
-clean: ## Remove the environments and caches
-	rm -rf .venv .official .pytest_cache .mypy_cache .ruff_cache .hypothesis
+soak: setup ## Run SOAK_MINUTES=30 of faulty clients; memory, descriptors, rows and files must not grow
+	@PYTHONPATH=tests $(PY) -m support.soak
+
+fuzz: setup ## Send FUZZ=1000000 generated requests to all routes (about 15 minutes)
+	@PYTHONPATH=tests $(PY) -m support.fuzz --requests $(or $(FUZZ),1000000)
+
+mutants: setup ## Introduce bugs on purpose and check that tests fail (about 15 minutes)
+	@tools/official
+	@PYTHONPATH=tests $(PY) -m support.mutants

@@ -1,8 +1,9 @@
-"""CPU time of `--help` and `version`, ours and the official command line's, each in processes of its own.
+"""CPU time of `--help` and `version`, compared with the official command line.
 
     .venv/bin/python bench/cli.py [ROUNDS]
 
-Both are run by their own interpreter as `python -m`; the medians of user and system time of the child are compared.
+Each run is a process of its own, `python -m` with that command line's interpreter. The figures are medians of the
+child's user and system time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ WARMUP = 2
 
 
 def cpu_s(command: list[str], python_path: Path) -> float:
-    """What one run of a command takes of the processor."""
+    """Run a command and return its CPU time."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     environ = {**os.environ, "PYTHONPATH": str(python_path)}
     subprocess.run(command, env=environ, check=True, stdout=subprocess.DEVNULL)
@@ -36,7 +37,7 @@ def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {rounds} rounds")
     for arguments in (["--help"], ["version"]):
         took: dict[str, list[float]] = {"tinsmith": [], f"tinker {RELEASE}": []}
-        for number in range(WARMUP + rounds):  # in turns, so that a busy machine slows both
+        for number in range(WARMUP + rounds):  # alternating, so that a busy machine slows both
             pair = (
                 cpu_s([*ours, *arguments], ROOT / "src"),
                 cpu_s([*theirs, *arguments], ROOT / ".official" / RELEASE),

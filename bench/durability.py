@@ -41,7 +41,7 @@ class Side:
 
     def __init__(self, folder: Path, model: Path, options: list[str], settings: dict[str, str]) -> None:
         import tinsmith
-        from tinsmith.client.embedded import start_server
+        from tinsmith.client.connection.local_engine import start_server
 
         folder.mkdir()
         arguments = ["--data-dir", str(folder / "data"), "--model", f"tiny={model}", *options]
@@ -80,7 +80,7 @@ class Side:
         found = subprocess.run(
             ["ps", "-o", "pid=,args=", "--ppid", str(self._process.pid)], capture_output=True, text=True, check=True
         )
-        [engine] = [line for line in found.stdout.splitlines() if "tinsmith.engine.worker" in line]
+        [engine] = [line for line in found.stdout.splitlines() if "tinsmith.engine.worker.main" in line]
         os.kill(int(engine.split()[0]), signal.SIGKILL)
 
     def close(self) -> None:

@@ -1,10 +1,10 @@
-"""The engine on SmolLM2-135M: training beside transformers + peft, sampling beside transformers and openvino-genai, and
-what a server adds.
+"""The engine on SmolLM2-135M: training against transformers + peft, sampling against transformers and openvino-genai,
+and the overhead of a server.
 
     python bench/engine.py [--folder DIR] [--only training sampling serving]
 
-openvino-genai gets a virtual environment of its own under --folder. Everything but `serving` compares in turns, so that
-other load strikes all alike; still, wall times need a quiet machine. Run by `make bench`.
+openvino-genai gets its own virtual environment in --folder. Except for `serving`, the engines take turns, so that other
+load on the machine affects all of them alike; still, wall times need a quiet machine. Run by `make bench`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from pathlib import Path
 
 import tinsmith
 from tinsmith import AdamParams, Datum, ModelInput
-from tinsmith.client.embedded import start_server
-from tinsmith.engine.models.default import default_model
+from tinsmith.client.connection.local_engine import start_server
+from tinsmith.engine.models.sources import default_model
 from tinsmith.engine.models.tiny import make_tiny
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,14 +46,14 @@ def sampling(folder: Path) -> None:
         subprocess.run([python, "-m", "pip", "install", "-qqq", "openvino-genai", "numpy"], check=True)
     gguf = place / "model-f16.gguf"
     if not gguf.exists():
-        from tinsmith.engine.models.gguf_writer import write_gguf
+        from tinsmith.engine.models.gguf_write import write_gguf
 
         write_gguf(model, gguf, "f16")
     subprocess.run([*command, "--openvino-python", python, "--openvino-model", gguf], check=True)
 
 
 def serving() -> None:
-    """The round trip of a step that computes next to nothing, and how long a start takes."""
+    """Measure the round trip of a step that computes next to nothing, and how long a start takes."""
     with tempfile.TemporaryDirectory() as place:
         make_tiny(Path(place) / "model")
         with tinsmith.local({"tiny": f"{place}/model"}, data_dir=Path(place) / "data") as service:

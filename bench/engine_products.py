@@ -1,5 +1,7 @@
-"""Products with all linears of SmolLM2-135M, one after another, as a step of the sampler needs them: ours beside
-oneDNN's and torch's plain product. The weights (540 MB) come from memory each time, not from a cache.
+"""Products with all linears of SmolLM2-135M, in the order of a sampler step: ours against oneDNN's and torch's plain
+one.
+
+The weights (540 MB) are read from memory each time, not from the processor's cache.
 
     python bench/engine_products.py [--rows 1,4,8,16,32,64,256] [--rounds 7]
 """
@@ -14,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
-from tinsmith.engine.packed_linear import Product, onednn_linear, weight_product
+from tinsmith.engine.cpu.linear import Product, onednn_linear, weight_product
 
 SHAPES = [(960, 576), (576, 576), (3072, 576), (576, 1536)] * 30 + [(49152, 576)]
 

@@ -1,10 +1,10 @@
-"""Sampling speed of the engine beside transformers and openvino-genai, in alternation, on the default model.
+"""Sampling speed of the engine against transformers and openvino-genai, in turns, on the default model.
 
     .venv/bin/python bench/engine_sampling.py --model DIR [--openvino-python PY --openvino-model FILE]
 
-Prints new tokens per second including prefill, CPU seconds per 1,000 tokens, what adapters and shared prompts cost, how
-far the sampler's logprobs are from the trainer's, and the machine's limits. Other work on the machine slows all alike:
-trust ratios. Each engine runs in a process of its own and waits while another is measured.
+Prints new tokens per second including prefill, CPU seconds per 1,000 tokens, the cost of adapters and shared prompts,
+how far the sampler's logprobs are from the trainer's, and the machine's limits. Other load on the machine slows all
+engines alike, so trust the ratios. Each engine runs in its own process and waits while another is measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 
 def measured(run: Any) -> dict[str, float]:
-    """Wall and CPU seconds of a call, and what it returns: new tokens."""
+    """Return wall and CPU seconds of a call, and the number of new tokens that it returns."""
     wall, cpu = time.perf_counter(), time.process_time()
     tokens = run()
     return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "tokens": tokens}
@@ -44,12 +44,12 @@ class Ours:
     def __init__(self, options: argparse.Namespace) -> None:
         import torch
 
-        from tinsmith.engine import freed_memory
         from tinsmith.engine.models.load import load_model
-        from tinsmith.engine.sampler import Sampler, SamplerLimits
+        from tinsmith.engine.sampling.sampler import Sampler, SamplerLimits
+        from tinsmith.engine.worker import memory
 
         torch.set_num_threads(options.threads)
-        freed_memory.keep()  # as every engine does when it starts
+        memory.keep()  # as every engine does when it starts
         self.decoder = load_model(options.model, cache_dir=Path(options.model)).decoder
         limits = SamplerLimits(block_size=options.block_size, cache_bytes=2**31, prefill_tokens=options.prefill)
         self.sampler = Sampler(self.decoder, (), limits)
@@ -61,10 +61,10 @@ class Ours:
     def run(
         self, asked: list[list[int]], new: int, adapters: list[str | None] | None = None, samples: int = 1
     ) -> tuple[int, list[Any]]:
-        from tinsmith.engine.sample_job import SampleJob
-        from tinsmith.engine.sampler import DoneEvent, TokenEvent
-        from tinsmith.wire.inputs import ModelInput
-        from tinsmith.wire.sampling import SampleRequest, SamplingParams
+        from tinsmith.engine.sampling.plan import SampleJob
+        from tinsmith.engine.sampling.sampler import DoneEvent, NewToken
+        from tinsmith.wire.messages.sampling import SampleRequest, SamplingParams
+        from tinsmith.wire.values.inputs import ModelInput
 
         for i, prompt in enumerate(asked):
             self._jobs += 1
@@ -75,13 +75,13 @@ class Ours:
         tokens, answers = 0, []
         while self.sampler.has_work:
             for event in self.sampler.step().events:
-                tokens += isinstance(event, TokenEvent)
+                tokens += isinstance(event, NewToken)
                 if isinstance(event, DoneEvent):
                     answers.append(event.response)
         return tokens, answers
 
     def adapters(self, count: int, concurrent: int, new: int, seed: int) -> int:
-        """Samples spread over `count` adapters of rank 32 on all linears."""
+        """Draw samples from `count` adapters of rank 32 on all linears."""
         from tinsmith.engine.lora import LoraAdapter
 
         names: list[str | None] = [f"adapter {i}" for i in range(count)]
@@ -91,11 +91,11 @@ class Ours:
         return self.run(prompts(concurrent, PROMPT, seed), new, names)[0]
 
     def shared(self, samples: int, length: int, seed: int) -> int:
-        """First tokens of several samples of one prompt: what prefill costs."""
+        """Draw the first tokens of several samples of one prompt: the cost of prefill."""
         return self.run(prompts(1, length, seed), 1, samples=samples)[0]
 
     def on_policy(self, seed: int) -> float:
-        """The largest difference between the sampler's logprobs and those of a whole forward pass."""
+        """Return the largest difference between the sampler's logprobs and those of a full forward pass."""
         import torch
 
         from tinsmith.engine.models.attention import PackedAttention
@@ -115,7 +115,7 @@ class Ours:
         return worst
 
     def exact(self, seed: int) -> str:
-        """Whether samples drawn together are, bit for bit, those drawn alone."""
+        """Return how many samples are the same, bit for bit, drawn together and alone."""
         asked = prompts(9, 40, seed)
         first = self._jobs
         together = self.run(asked, 24, ["adapter 0", None, "adapter 1"])[1]
@@ -130,7 +130,7 @@ class Ours:
         return f"{equal} of {len(asked)}"
 
     def limits(self) -> dict[str, float]:
-        """GFLOP/s of a large product, GB/s of reading more than the caches hold."""
+        """Return the GFLOP/s of a large product, and the GB/s of reading more than fits into the caches."""
         import torch
 
         a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
@@ -217,7 +217,7 @@ ENGINES = {"tinsmith": Ours, "transformers": Transformers, "openvino-genai": Ope
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Answer one JSON line per line read: [method, arguments]."""
+    """Answer each line [method, arguments] with a line of JSON."""
     engine = ENGINES[options.worker](options)
     for line in sys.stdin:
         method, arguments = json.loads(line)
@@ -264,7 +264,7 @@ def report(results: list[dict[str, float]]) -> tuple[float, float, float]:
 
 
 def compare(processes: dict[str, Process], options: argparse.Namespace) -> None:
-    """Each engine at each concurrency, in alternation."""
+    """Measure each engine at each concurrency, in turns."""
     print(f"{'concurrent':>10} {'engine':>16} {'tokens/s':>9} {'best':>7} {'CPU s / 1,000':>14}")
     for concurrent in options.concurrent:
         results: dict[str, list[dict[str, float]]] = {name: [] for name in processes}
@@ -277,7 +277,7 @@ def compare(processes: dict[str, Process], options: argparse.Namespace) -> None:
 
 
 def ratios(ours: Process, options: argparse.Namespace) -> None:
-    """What adapters and shared prompts cost, by CPU time and by wall time."""
+    """Print the cost of adapters and shared prompts, by CPU time and by wall time."""
     one, four, base, single, eight = [], [], [], [], []
     for number in range(options.rounds):
         base.append(ours.ask("generate", 32, options.new // 2, 7000 + number))

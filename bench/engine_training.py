@@ -1,7 +1,7 @@
-"""LoRA training on SmolLM2-135M: tinsmith's trainer beside transformers + peft, in turns on the same machine.
+"""LoRA training on SmolLM2-135M: tinsmith's trainer against transformers + peft, in turns on the same machine.
 
-Each side runs in a process of its own and steps when told, one after the other, so that other load on the machine
-strikes both alike; peak memory is each process's own. Rank 32 on all linears of the layers, float32.
+Each side runs in its own process, and they take steps in turns, so that other load on the machine affects both alike;
+peak memory is measured per process. Rank 32 on all linears of the layers, float32.
 
     python bench/engine_training.py [--rounds 5] [--threads 2] [--cache ~/.cache/tinsmith]
 """
@@ -26,9 +26,9 @@ PEAK_SIZE = 2048
 
 
 def sequences(batch: str) -> list[list[int]]:
-    """Random token ids, `full` or `ragged`; the last token of each sequence is only a target.
+    """Return random token ids, `full` or `ragged`; the last token of each sequence is only a target.
 
-    peft needs about 18 GB for the ragged batch; `ragged-half` is one for machines that do not have them.
+    peft needs about 18 GB for the ragged batch; use `ragged-half` on machines with less.
     """
     import numpy as np
 
@@ -41,14 +41,14 @@ def sequences(batch: str) -> list[list[int]]:
 def tinsmith_step(directory: Path, batch: str) -> Callable[[], float]:
     import numpy as np
 
-    from tinsmith.engine import freed_memory
     from tinsmith.engine.lora import LoraAdapter
     from tinsmith.engine.models.load import load_model
-    from tinsmith.engine.trainer import Trainer
-    from tinsmith.wire.inputs import Datum, ModelInput
-    from tinsmith.wire.training import ForwardBackwardInput, ForwardBackwardRequest
+    from tinsmith.engine.training.trainer import Trainer
+    from tinsmith.engine.worker import memory
+    from tinsmith.wire.messages.training import ForwardBackwardInput, ForwardBackwardRequest
+    from tinsmith.wire.values.inputs import Datum, ModelInput
 
-    freed_memory.keep()  # as every engine does when it starts
+    memory.keep()  # as every engine does when it starts
     model = load_model(directory, cache_dir=directory.parent)
     adapter = LoraAdapter(model.config, RANK, seed=0, train_unembed=False)
     trainer = Trainer(model.decoder)
@@ -95,7 +95,7 @@ def peft_step(directory: Path, batch: str) -> Callable[[], float]:
 
 
 def measure_peak() -> float:
-    """GFLOP/s of a large product: the machine's practical limit at this moment."""
+    """Return the GFLOP/s of a large product: the machine's practical limit at this moment."""
     import torch
 
     left, right = torch.randn(PEAK_SIZE, PEAK_SIZE), torch.randn(PEAK_SIZE, PEAK_SIZE)
@@ -108,7 +108,7 @@ def measure_peak() -> float:
 
 
 def child(side: str, batch: str, directory: Path, threads: int) -> None:
-    """Step whenever a line comes in; answer with what it took."""
+    """Take a step for each line read, and answer with its measurements."""
     import torch
 
     torch.set_num_threads(threads)
@@ -125,7 +125,7 @@ def child(side: str, batch: str, directory: Path, threads: int) -> None:
 
 
 class Side:
-    """One process under measurement."""
+    """One process that is being measured."""
 
     def __init__(self, side: str, batch: str, directory: Path, threads: int) -> None:
         command = [sys.executable, __file__, "--child", side, "--batch", batch, "--threads", str(threads)]
@@ -161,7 +161,7 @@ class Side:
 
 
 def flops_per_token(lengths: list[int]) -> float:
-    """Multiplications and additions of a step, per token: base forward and backward, LoRA three times, attention."""
+    """Return the operations of a step per token: base forward and backward, LoRA three times, attention."""
     layers, hidden, middle, kv, vocab = 30, 576, 1536, 192, 49152
     base = layers * (hidden * (hidden + 2 * kv) + hidden * hidden + 3 * hidden * middle) + vocab * hidden
     sizes = [(hidden, hidden), (hidden, kv), (hidden, kv), (hidden, hidden), *[(hidden, middle)] * 3]
@@ -212,7 +212,7 @@ def main() -> None:
     if arguments.child:
         child(arguments.child, arguments.batch, arguments.directory, arguments.threads)
         return
-    from tinsmith.engine.models.default import default_model
+    from tinsmith.engine.models.sources import default_model
 
     directory = default_model(arguments.cache)
     print(

@@ -3,6 +3,9 @@
 `python bench/server.py [--folder DIR]`. The data lies under --folder (default: here, since /tmp may be
 memory). FastAPI gets a virtual environment of its own, under --folder. Wall times need a quiet machine; CPU times are
 what to trust. Run by `make bench`.
+
+`python bench/server.py --protocols` compares our HTTP protocol class with stock uvicorn: the same application behind
+each, all servers up at once, rounds in turn, and the median of the CPU time per request.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -63,6 +67,18 @@ async def echo(sample: Sample) -> Sample:
     return sample
 """
 
+PROTOCOLS = {"ours": "protocol_for", "stock uvicorn": "lambda config: HttpToolsProtocol"}
+"""What `process.protocol_for` is replaced with."""
+WITH_PROTOCOL = """
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from tinsmith.server import process
+from tinsmith.server.http.uvicorn_protocol import protocol_for
+
+process.protocol_for = %s
+from tinsmith.cli.main import main
+main()
+"""
+
 
 class Process:
     """A server under measurement."""
@@ -92,13 +108,14 @@ class Process:
 
 
 @contextlib.contextmanager
-def our_server(folder: Path) -> Iterator[tuple[Process, str, str]]:
+def our_server(folder: Path, protocol: str | None = None) -> Iterator[tuple[Process, str, str]]:
+    started = ["-m", "tinsmith"] if protocol is None else ["-c", WITH_PROTOCOL % PROTOCOLS[protocol]]
     with tempfile.TemporaryDirectory(dir=folder, prefix=".bench-server-") as data:
-        command = [sys.executable, "-m", "tinsmith", "serve", "--port", "0", "--data-dir", data, "--backend", BACKEND]
+        command = [sys.executable, *started, "serve", "--port", "0", "--data-dir", data, "--backend", BACKEND]
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
         server = Process(command, environment, "TINKER_API_KEY=", ROOT)
         try:
-            yield server, server.lines[1].partition("=")[2], server.lines[2].partition("=")[2]
+            yield server, server.lines[1].partition("=")[2], Path(data, "local.key").read_text().strip()
         finally:
             server.close()
 
@@ -175,12 +192,40 @@ def measure_polls(server: Process, url: str, key: str, count: int, seconds: int)
     print(f"{pending} long polls held: {share:.1%} of a core   (target: 2,000 below 5 %)", flush=True)
 
 
+def compare_protocols(folder: Path, count: int, rounds: int) -> None:
+    """CPU time per request of the server behind each protocol class, rounds in turn, the median of each."""
+    with contextlib.ExitStack() as stack:
+        servers = {name: stack.enter_context(our_server(folder, name)) for name in PROTOCOLS}
+        for task, numbers, per in (("raw", (100, count), 2), ("sdk", (100, count), 1), ("payload", (4_000_000, 40), 1)):
+            found: dict[str, list[tuple[float, float]]] = {name: [] for name in servers}
+            for round_ in range(rounds + 1):  # the first one warms up
+                for name, (server, url, key) in servers.items():
+                    result = measured(server, task, url, key, *numbers)
+                    if round_:
+                        cpu_us = result["server_cpu_s"] / result["count"] / per * 1e6
+                        found[name].append((cpu_us, result["p50_ms"]))
+            stock = statistics.median(cpu_us for cpu_us, _ in found["stock uvicorn"])
+            for name, figures in found.items():
+                cpu_us = sorted(cpu_us for cpu_us, _ in figures)
+                middle, p50_ms = statistics.median(cpu_us), statistics.median(p50_ms for _, p50_ms in figures)
+                print(
+                    f"{task:<8} {name:<14} {middle:6.0f} us CPU each (from {cpu_us[0]:.0f} to {cpu_us[-1]:.0f}), "
+                    f"{1 - middle / stock:+.1%} saved against stock uvicorn   p50 {p50_ms:.1f} ms",
+                    flush=True,
+                )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, default=ROOT)
     parser.add_argument("--count", type=int, default=6000, help="samples per measurement")
     parser.add_argument("--only", nargs="*", default=["sdk", "raw", "echo", "payload", "polls"])
+    parser.add_argument("--protocols", action="store_true", help="compare our HTTP protocol class with stock uvicorn")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds of --protocols")
     options = parser.parse_args()
+    if options.protocols:
+        compare_protocols(options.folder, options.count, options.rounds)
+        return
     with our_server(options.folder) as (server, url, key):
         if "sdk" in options.only:
             for outstanding in (100, 1000):

@@ -185,8 +185,8 @@ async def payload(url: str, key: str, size_bytes: int, count: int) -> dict[str, 
     import numpy as np
 
     from tinsmith import Datum, ModelInput
-    from tinsmith.wire.proto_training import encode_request
-    from tinsmith.wire.training import ForwardBackwardInput, ForwardBackwardRequest
+    from tinsmith.wire.codecs.proto_training import encode_request
+    from tinsmith.wire.messages.training import ForwardBackwardInput, ForwardBackwardRequest
 
     model_id = await new_model(url, key)
     length = 4000

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.wire import proto_outputs, proto_sampling
-from tinsmith.wire.sampling import SampledSequence, SampleResponse
-from tinsmith.wire.tensors import TensorData
-from tinsmith.wire.training import ForwardBackwardOutput
+from tinsmith.wire.codecs import proto_outputs, proto_sampling
+from tinsmith.wire.messages.sampling import SampledSequence, SampleResponse
+from tinsmith.wire.messages.training import ForwardBackwardOutput
+from tinsmith.wire.values.tensors import TensorData
 
 JSON = b"application/json"
 PROTOBUF = b"application/x-protobuf"

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from tinsmith import types
-from tinsmith.wire import proto_outputs, proto_training, zstd
+from tinsmith.wire.codecs import proto_outputs, proto_training, zstd
 
 ROOT = Path(__file__).resolve().parents[1]
 RELEASE = "0.36.0"

@@ -1,6 +1,6 @@
-"""tinsmith: the Tinker protocol, spoken from Python, under the names that programs written for `tinker` use.
+"""tinsmith: a client for the Tinker protocol, with the same names as the official `tinker` package.
 
-Names are loaded when they are first used: importing the package loads neither numpy nor an HTTP library nor torch.
+Names are loaded on first use: importing the package loads neither numpy nor an HTTP library nor torch.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ from tinsmith.version import __version__
 
 if TYPE_CHECKING:
     from tinsmith import auth, types
-    from tinsmith.client.administration import AdminClient
-    from tinsmith.client.deadlines import deadline
-    from tinsmith.client.embedded import local
-    from tinsmith.client.futures import Future as APIFuture
-    from tinsmith.client.loss_graph import LossHandle, PerDatumLossFn
-    from tinsmith.client.options import RequestOptions, Timeout
-    from tinsmith.client.raw import RawResponse
+    from tinsmith.client.admin import AdminClient, RawResponse
+    from tinsmith.client.connection.official_options import RequestOptions, RetryConfig, Timeout
+    from tinsmith.client.losses.loss_graph import LossHandle, PerDatumLossFn
     from tinsmith.client.rest import RestClient
-    from tinsmith.client.retry_config import RetryConfig
+    from tinsmith.client.runtime.deadlines import deadline
+    from tinsmith.client.runtime.futures import Future as APIFuture
     from tinsmith.client.sampling import SamplingClient
-    from tinsmith.client.service import ServiceClient
+    from tinsmith.client.service import ServiceClient, local
     from tinsmith.client.training import TrainingClient
     from tinsmith.compat import as_tinker
     from tinsmith.config import ClientConfig
@@ -84,22 +81,22 @@ if TYPE_CHECKING:
 __title__ = "tinsmith"
 
 _HOMES = {
-    "APIFuture": ("tinsmith.client.futures", "Future"),
-    "AdminClient": ("tinsmith.client.administration", "AdminClient"),
+    "APIFuture": ("tinsmith.client.runtime.futures", "Future"),
+    "AdminClient": ("tinsmith.client.admin", "AdminClient"),
     "ClientConfig": ("tinsmith.config", "ClientConfig"),
-    "LossHandle": ("tinsmith.client.loss_graph", "LossHandle"),
-    "PerDatumLossFn": ("tinsmith.client.loss_graph", "PerDatumLossFn"),
-    "RawResponse": ("tinsmith.client.raw", "RawResponse"),
-    "RequestOptions": ("tinsmith.client.options", "RequestOptions"),
+    "LossHandle": ("tinsmith.client.losses.loss_graph", "LossHandle"),
+    "PerDatumLossFn": ("tinsmith.client.losses.loss_graph", "PerDatumLossFn"),
+    "RawResponse": ("tinsmith.client.admin", "RawResponse"),
+    "RequestOptions": ("tinsmith.client.connection.official_options", "RequestOptions"),
     "RestClient": ("tinsmith.client.rest", "RestClient"),
-    "RetryConfig": ("tinsmith.client.retry_config", "RetryConfig"),
+    "RetryConfig": ("tinsmith.client.connection.official_options", "RetryConfig"),
     "SamplingClient": ("tinsmith.client.sampling", "SamplingClient"),
     "ServiceClient": ("tinsmith.client.service", "ServiceClient"),
-    "Timeout": ("tinsmith.client.options", "Timeout"),
+    "Timeout": ("tinsmith.client.connection.official_options", "Timeout"),
     "TrainingClient": ("tinsmith.client.training", "TrainingClient"),
     "as_tinker": ("tinsmith.compat", "as_tinker"),
-    "deadline": ("tinsmith.client.deadlines", "deadline"),
-    "local": ("tinsmith.client.embedded", "local"),
+    "deadline": ("tinsmith.client.runtime.deadlines", "deadline"),
+    "local": ("tinsmith.client.service", "local"),
     "APIConnectionError": ("tinsmith.errors", "APIConnectionError"),
     "APIError": ("tinsmith.errors", "APIError"),
     "APIResponseValidationError": ("tinsmith.errors", "APIResponseValidationError"),
@@ -122,7 +119,7 @@ _HOMES = {
     "UnprocessableEntityError": ("tinsmith.errors", "UnprocessableEntityError"),
     "WireError": ("tinsmith.errors", "WireError"),
 }
-"""Where a name lives; all others are types."""
+"""The module and attribute of each public name; all other names are in `tinsmith.types`."""
 
 __all__ = [
     "APIConnectionError",

@@ -1,20 +1,21 @@
-"""Questions about credentials that programs ask before they begin."""
+"""Checks of credentials that programs make before they start."""
 
 from __future__ import annotations
 
 import os
 
-from tinsmith.config import LOCAL, ClientConfig, check_key, stored_key
+from tinsmith.config import ClientConfig, check_key, key_stored_for
 from tinsmith.errors import TinkerError
 
 ONE_ATTEMPT_S = 0.01
-"""Shorter than any pause between two attempts, so that there is but one."""
+"""Shorter than any delay between two attempts, so that there is only one."""
 
 
 def get_tinker_token() -> str | None:
-    """The key that is set or stored, or None. Runs no credential command."""
+    """Return the key that is set, or stored for the server that is set, or None. Runs no credential command."""
     try:
-        key = ClientConfig.from_env(base_url=LOCAL).api_key or stored_key(os.environ)
+        config = ClientConfig.from_env()
+        key = config.api_key or key_stored_for(os.environ, config.base_url)  # beside a command that gives another
         return check_key(key) if key else None
     except TinkerError:
         return None
@@ -23,16 +24,16 @@ def get_tinker_token() -> str | None:
 def tinker_has_credentials() -> bool:
     """Whether a key or a credential command is set; the command is not run."""
     try:
-        command = ClientConfig.from_env(base_url=LOCAL).credential_cmd
+        command = ClientConfig.from_env().credential_cmd
     except TinkerError:
         return False
     return get_tinker_token() is not None or bool(command)
 
 
 def raise_if_tinker_not_accessible() -> None:
-    """One request to the server with what is set; returns if it was answered, raises the TinkerError if not.
+    """Make one request to the server with the current settings; raise its TinkerError if it fails.
 
-    Nothing is tried again: the caller wants to know what is wrong now.
+    There are no retries: the caller wants to know what is wrong now.
     """
     from tinsmith.client.service import ServiceClient
 

@@ -1,6 +1,6 @@
-"""Other names for what the package has: the module paths that programs written for `tinker` import, and `as_tinker`.
+"""Aliases: the module paths that programs written for `tinker` import, and `as_tinker`.
 
-Owns: the alias table and the import hook that serves it. Every alias module holds nothing of its own.
+A table of aliases and an import hook that serves it. Alias modules contain nothing of their own.
 (Compared with the official package in tests/contract/test_surface_contract.py.)
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from importlib.abc import Loader, MetaPathFinder
-else:  # the import system asks for methods, not for these bases; loading them would take as long as all the rest here
+else:  # the import system only looks for methods; importing these base classes would double the import time
     Loader = MetaPathFinder = object
 
 MODULES: Mapping[str, tuple[str, ...]] = {
@@ -64,7 +64,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
     "_version": ("__title__", "__version__"),
 }
-"""Alias modules below the package, and the names they offer."""
+"""Alias modules in the package, and the names they contain."""
 
 TYPE_MODULES: Mapping[str, tuple[str, ...]] = {
     "billing_usage_request": ("GetBillingUsageRequest",),
@@ -131,28 +131,28 @@ TYPE_MODULES: Mapping[str, tuple[str, ...]] = {
     "shared": ("UntypedAPIFuture",),
     "shared.untyped_api_future": ("UntypedAPIFuture",),
 }
-"""Modules below `types` that do not hold just the one type they are named after; the others follow from the names."""
+"""Modules in `types` that contain more or other than the one type they are named after."""
 
 HOMES: Mapping[str, tuple[str, str]] = {
-    "AwaitableConcurrentFuture": ("tinsmith.client.futures", "Future"),
-    "CustomLossFnV1": ("tinsmith.client.custom_loss", "LossFn"),
-    "QueueState": ("tinsmith.client.queue_state", "QueueState"),
-    "QueueStateLogger": ("tinsmith.client.queue_state", "QueueStateLogger"),
-    "QueueStateObserver": ("tinsmith.client.queue_state", "QueueStateObserver"),
-    "RetryConfig": ("tinsmith.client.retry_config", "RetryConfig"),
+    "AwaitableConcurrentFuture": ("tinsmith.client.runtime.futures", "Future"),
+    "CustomLossFnV1": ("tinsmith.client.losses.custom_loss", "LossFn"),
+    "QueueState": ("tinsmith.client.connection.polling", "QueueState"),
+    "QueueStateLogger": ("tinsmith.client.connection.polling", "QueueStateLogger"),
+    "QueueStateObserver": ("tinsmith.client.connection.polling", "QueueStateObserver"),
+    "RetryConfig": ("tinsmith.client.connection.official_options", "RetryConfig"),
     "RetryableException": ("tinsmith.errors", "RetryableException"),
 }
-"""Names that only alias modules offer, and what they stand for."""
+"""Names that only alias modules have, and what they refer to."""
 
 
 class AliasLoader(Loader):
-    """Makes an alias module: each name is looked up when it is first used."""
+    """Creates an alias module, in which each name is looked up when it is first used."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
-        """A module as the import system makes it."""
+        """Let the import system create the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         def find(name: str) -> Any:
@@ -164,7 +164,7 @@ class AliasLoader(Loader):
 
 
 class SameModuleLoader(Loader):
-    """Gives a loaded module under a second name and leaves the module as it is."""
+    """Returns a loaded module under a second name, unchanged."""
 
     def __init__(self, module: ModuleType) -> None:
         self._module = module
@@ -179,7 +179,7 @@ class SameModuleLoader(Loader):
 
 
 class AliasFinder(MetaPathFinder):
-    """Finds alias modules below `tinsmith`, and, once asked to, everything below `tinker`."""
+    """Finds alias modules in `tinsmith` and, after `as_tinker`, everything in `tinker`."""
 
     serves_tinker = False
 
@@ -200,7 +200,7 @@ class AliasFinder(MetaPathFinder):
 
 
 def names_in(module: str) -> tuple[str, ...] | None:
-    """The names of an alias module below the package; None if there is no such alias."""
+    """Return the names in an alias module of the package; None if there is no such alias."""
     if module in MODULES:
         return MODULES[module]
     if not module.startswith("types."):
@@ -216,7 +216,7 @@ def names_in(module: str) -> tuple[str, ...] | None:
 
 
 def lookup(name: str) -> Any:
-    """What a name of an alias module stands for."""
+    """Return what a name in an alias module refers to."""
     import tinsmith
     from tinsmith import types
 
@@ -227,7 +227,7 @@ def lookup(name: str) -> Any:
 
 
 def submodule(package: str, name: str) -> ModuleType:
-    """An alias module as an attribute of its package: programs reach `types.image_chunk` without importing it."""
+    """Return an alias module as an attribute of its package: programs use `types.image_chunk` without importing it."""
     if names_in(f"{package}.{name}".partition(".")[2]) is None:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     alias = package + "." + name
@@ -235,7 +235,7 @@ def submodule(package: str, name: str) -> ModuleType:
 
 
 def install() -> AliasFinder:
-    """Put the finder on the import path, once."""
+    """Install the finder, once."""
     for finder in sys.meta_path:
         if isinstance(finder, AliasFinder):
             return finder
@@ -245,15 +245,15 @@ def install() -> AliasFinder:
 
 
 def as_tinker() -> ModuleType:
-    """From now on `import tinker`, and all below it, gives this package. Call it before the first such import."""
+    """Make `import tinker`, and everything in it, return this package. Call it before the first such import."""
     import tinsmith
 
     already = sys.modules.get("tinker")
     if already is not None and already is not tinsmith:
-        raise ImportError("tinker is imported already; call tinsmith.as_tinker() before anything imports it")
+        raise ImportError("tinker is already imported; call tinsmith.as_tinker() before anything imports it")
     finder = install()
     finder.serves_tinker = True
-    # Ahead of the path, so that an installed tinker does not come first.
+    # Before the path finder, so that an installed tinker is not found first.
     sys.meta_path.remove(finder)
     sys.meta_path.insert(0, finder)
     sys.modules["tinker"] = tinsmith
@@ -261,14 +261,14 @@ def as_tinker() -> ModuleType:
 
 
 def _counterpart(module: str) -> ModuleType:
-    """Our module for one below `tinker`. Never "not found": the path would then load our files a second time."""
+    """Return our module for one of `tinker`. Never "not found", which would load our files a second time."""
     ours = f"tinsmith.{module}"
     try:
         return importlib.import_module(ours)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{ours}.".startswith(f"{error.name}."):
             raise
-        raise ModuleNotFoundError(f"tinsmith has no counterpart of tinker.{module}", name=f"tinker.{module}") from None
+        raise ModuleNotFoundError(f"tinsmith has no equivalent of tinker.{module}", name=f"tinker.{module}") from None
 
 
 def _snake(name: str) -> str:

@@ -1,9 +1,9 @@
-"""Settings of clients and servers: the only reader of the environment and of settings files.
+"""Settings of clients and servers. No other module reads the environment or settings files.
 
-Order: argument > environment > file > default. A client's file is TOML with a `[client]` table, and maybe `[prices]`,
-at `$TINSMITH_CONFIG` or `~/.config/tinsmith/config.toml`; a key stored by `auth login` lies in
-`~/.tinker/credentials.json`. A server's settings are `TINSMITH_<NAME>` in the environment and the `[server]` table of
-the file that `serve --config` names.
+An argument takes precedence over the environment, the environment over the settings file, and the file over defaults.
+Clients read the `[client]` and `[prices]` tables of the TOML file `$TINSMITH_CONFIG`, or
+`~/.config/tinsmith/config.toml`; `tinsmith auth login` stores a key in `~/.tinker/credentials.json`. Servers read
+`TINSMITH_<NAME>` from the environment, and the `[server]` table of the file given with `serve --config`.
 """
 
 from __future__ import annotations
@@ -22,51 +22,54 @@ from urllib.parse import urlsplit
 from tinsmith.errors import TinkerError
 
 LOCAL = "local"
-"""As an address: the engine of this machine's user, started when it is needed."""
+"""As a `base_url`: the engine on this machine, shared by the user's clients and started when one needs it."""
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
-"""Where official clients go when no address is set."""
+"""The default `base_url` of official clients."""
 
+_PORTS = {"http": 80, "https": 443}
 _SWITCH_ON = ("1", "true", "yes", "on")
+_CREDENTIALS = ("api_key", "credential_cmd")
+"""Settings that are sent only to the `base_url` in the same file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientConfig:
-    """Everything a client needs to know before its first request."""
+    """Settings of a client."""
 
     base_url: str
-    """Address of the server; endpoint paths are appended to it."""
+    """URL of the server, to which endpoint paths are appended; `local`: the engine on this machine."""
     api_key: str | None = field(default=None, repr=False)
-    """`tml-...` key, or a JWT (`eyJ...`)."""
+    """API key (`tml-...`), or a JWT (`eyJ...`)."""
     credential_cmd: str | None = field(default=None, repr=False)
-    """Shell command that prints a credential, run whenever one is needed."""
+    """Shell command that prints an API key or JWT; run whenever one is needed."""
     project_id: str | None = None
-    """Project of new sessions and of copies."""
+    """Project of new sessions and of copied checkpoints."""
     tags: tuple[str, ...] = ()
     """Tags of new sessions."""
     default_headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Headers added to every request."""
     telemetry: bool = True
-    """Whether events and errors are reported to the server."""
+    """Whether to report events and errors to the server."""
     connect_timeout_s: float = 5.0
-    """Seconds to open a connection."""
+    """Timeout for opening a connection, in seconds."""
     request_timeout_s: float = 60.0
-    """Seconds for one request and its answer."""
+    """Timeout of one request and its response, in seconds."""
     first_contact_s: float = 60.0
-    """Seconds after which a server that never answered is given up."""
+    """How long to retry a server that has never responded, in seconds."""
     retry_deadline_s: float = 300.0
-    """Seconds for one call with all its retries, once the server has answered before."""
+    """Total time for one call with all its retries, in seconds, once the server has responded before."""
     poll_timeout_s: float = 45.0
-    """Seconds that one long poll may take; servers answer earlier."""
+    """Timeout of one long poll, in seconds; servers respond earlier."""
     result_deadline_s: float | None = None
-    """Seconds from a call until its result must be there; None waits as long as the server works on it."""
+    """Longest wait for a result, in seconds from the call; None: as long as the server works on it."""
     heartbeat_s: float = 10.0
-    """Seconds between two signs of life of a session."""
+    """Interval between a session's heartbeats, in seconds."""
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.base_url) if isinstance(self.base_url, str) else urlsplit("")
         if self.base_url != LOCAL and (parts.scheme not in ("http", "https") or not parts.netloc):
             raise TinkerError(
-                f"base_url {self.base_url!r} is neither an http(s) address nor 'local'; set TINKER_BASE_URL or pass "
+                f"base_url {self.base_url!r} is neither an http(s) URL nor 'local'; set TINKER_BASE_URL or pass "
                 "base_url=, for example http://127.0.0.1:8000"
             )
         object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
@@ -75,21 +78,34 @@ class ClientConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
-        """The configuration of this process; `overrides` are arguments, None meaning not given."""
+        """Read the settings of this process; `overrides` are arguments, where None means not given."""
         environ = os.environ if environ is None else environ
         known = {spec.name for spec in dataclasses.fields(cls)}
         for name in overrides:
             if name not in known:
                 raise TinkerError(f"unknown setting {name!r} (known: {', '.join(sorted(known))})")
-        surrounding = _from_environment(environ)
-        values = _from_file(environ, known) | surrounding
-        values |= {name: value for name, value in overrides.items() if value is not None}
-        if "default_headers" in surrounding:
-            values["default_headers"] = {**surrounding["default_headers"], **(overrides.get("default_headers") or {})}
+        from_file, from_environment = _from_file(environ, known), _from_environment(environ)
+        explicit = from_environment | {name: value for name, value in overrides.items() if value is not None}
+        if (
+            from_file.get("base_url")
+            and explicit.get("base_url")
+            and not is_same_server(from_file["base_url"], explicit["base_url"])
+        ):
+            # The file's credentials belong to the file's server, and this client talks to another one.
+            from_file = {name: value for name, value in from_file.items() if name not in _CREDENTIALS}
+        values = from_file | explicit
+        if "default_headers" in from_environment:
+            values["default_headers"] = {
+                **from_environment["default_headers"],
+                **(overrides.get("default_headers") or {}),
+            }
         if not values.get("api_key") and not values.get("credential_cmd"):
+            # A stored key also chooses the server if no URL is set, and is never sent to any other.
             stored = stored_key(environ)
-            if stored is not None:
-                values["api_key"] = stored
+            if stored is not None and not values.get("base_url"):
+                values["base_url"] = stored.base_url
+            if stored is not None and is_same_server(stored.base_url, values["base_url"]):
+                values["api_key"] = stored.key
         if not values.get("base_url"):
             has_credential = values.get("api_key") or values.get("credential_cmd")
             values["base_url"] = HOSTED_URL if has_credential else LOCAL
@@ -100,7 +116,7 @@ class ClientConfig:
 
 
 def _check_kind(name: str, value: Any) -> None:
-    """Refuse a setting of the wrong kind by its name."""
+    """Raise if a client setting has the wrong type."""
     if name.endswith("_s"):
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
         if not is_number and not (value is None and name == "result_deadline_s"):
@@ -108,51 +124,79 @@ def _check_kind(name: str, value: Any) -> None:
     elif name == "telemetry" and not isinstance(value, bool):
         raise TinkerError(f"telemetry must be true or false, got {value!r}")
     elif name == "tags" and not (isinstance(value, tuple) and all(isinstance(tag, str) for tag in value)):
-        raise TinkerError(f"tags must be a list of texts, got {value!r}")
+        raise TinkerError(f"tags must be a list of strings, got {value!r}")
     elif name == "default_headers" and not (
         isinstance(value, Mapping) and all(isinstance(text, str) for text in (*value, *value.values()))
     ):
-        raise TinkerError("default_headers must be texts by name")
+        raise TinkerError("default_headers must map header names to strings")
     elif name in ("api_key", "credential_cmd", "project_id") and value is not None and not isinstance(value, str):
-        raise TinkerError(f"{name} must be a text, got a {type(value).__name__}")
+        raise TinkerError(f"{name} must be a string, got {type(value).__name__}")
 
 
 def check_key(key: str) -> str:
-    """A key as it must look: official servers hand out `tml-...`, tokens begin with `eyJ`."""
+    """Return the key without surrounding spaces; raise unless it looks like an API key (`tml-`) or a JWT (`eyJ`)."""
     key = key.strip()
     if not key.startswith(("tml-", "eyJ")):
-        raise TinkerError(
-            "The API key must begin with tml- (or be a JWT, which begins with eyJ); check TINKER_API_KEY."
-        )
+        raise TinkerError("the API key must start with tml- (or with eyJ, if it is a JWT); check TINKER_API_KEY")
     return key
 
 
-def credential_source(environ: Mapping[str, str]) -> str | None:
-    """Where the credential of a client comes from."""
+def credential_source(environ: Mapping[str, str], base_url: str) -> str | None:
+    """Return where the credential for this server comes from: a variable's name or a file; None if there is none."""
     for variable in ("TINKER_API_KEY", "TINKER_CREDENTIAL_CMD"):
         if environ.get(variable):
             return variable
-    return "~/.tinker/credentials.json" if stored_key(environ) is not None else None
+    return "~/.tinker/credentials.json" if key_stored_for(environ, base_url) is not None else None
+
+
+def key_stored_for(environ: Mapping[str, str], base_url: str) -> str | None:
+    """Return the stored key if it belongs to this server."""
+    stored = stored_key(environ)
+    return stored.key if stored is not None and is_same_server(stored.base_url, base_url) else None
+
+
+def is_same_server(one: Any, other: Any) -> bool:
+    """Return whether two URLs name the same server, so that a key for one may be sent to the other."""
+    try:
+        parts = [urlsplit(str(url)) for url in (one, other)]
+        places = [(part.scheme, part.hostname, part.port or _PORTS.get(part.scheme)) for part in parts]
+    except ValueError:
+        return False
+    return places[0] == places[1] and parts[0].path.rstrip("/") == parts[1].path.rstrip("/")
 
 
 def instruction_limit(environ: Mapping[str, str]) -> str:
-    """What the instructions of oneDNN are limited to; empty: nothing."""
+    """Return the instruction set that oneDNN is limited to (`ONEDNN_MAX_CPU_ISA`); empty: no limit."""
     return environ.get("ONEDNN_MAX_CPU_ISA", "")
 
 
-def stored_key(environ: Mapping[str, str]) -> str | None:
-    """The default key in the credentials file, if there is one."""
+@dataclass(frozen=True, slots=True)
+class StoredCredential:
+    """A key from the credentials file, and the only server to which it is sent."""
+
+    key: str = field(repr=False)
+    base_url: str
+
+
+def stored_key(environ: Mapping[str, str]) -> StoredCredential | None:
+    """Return the default key of the credentials file, if there is one.
+
+    Official clients store no URL with a key; such a key belongs to the hosted service, their default server.
+    """
     path = Path(environ.get("HOME", "~")).expanduser() / ".tinker" / "credentials.json"
     try:
         stored = json.loads(path.read_text())
         default = stored.get("default")
         entry = stored.get("keys", {}).get(default) if default is not None else None
-        key = entry.get("key") if isinstance(entry, dict) else None
+        entry = entry if isinstance(entry, dict) else {}
+        key, base_url = entry.get("key"), entry.get("base_url", HOSTED_URL)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AttributeError) as error:
-        raise TinkerError(f"{path} cannot be read ({error}); mend or delete it") from error
-    return key if isinstance(key, str) and key else None
+        raise TinkerError(f"cannot read {path} ({error}); fix or delete it") from error
+    if not isinstance(base_url, str):
+        raise TinkerError(f"{path}: the base_url of key {default!r} must be a string; fix or delete the file")
+    return StoredCredential(key, base_url) if isinstance(key, str) and key else None
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -186,10 +230,10 @@ def _from_file(environ: Mapping[str, str], known: set[str], table: str = "client
         settings = tomllib.loads(path.read_text()).get(table, {})
     except FileNotFoundError:
         if named:
-            raise TinkerError(f"TINSMITH_CONFIG names {path}, which does not exist") from None
+            raise TinkerError(f"TINSMITH_CONFIG is set to {path}, which does not exist") from None
         return {}
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise TinkerError(f"{path} cannot be read: {error}") from error
+        raise TinkerError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(settings, dict):
         raise TinkerError(f"{path}: {table} must be a table, [{table}]")
     for name in settings:
@@ -199,18 +243,18 @@ def _from_file(environ: Mapping[str, str], known: set[str], table: str = "client
 
 
 PRICED = ("training", "prefill", "prefill_cached", "sampled", "storage")
-"""What can have a price: USD per million tokens, storage per gigabyte and month."""
+"""What can have a price: USD per million tokens; for storage, USD per gigabyte and month."""
 
 
 def prices_from_env(environ: Mapping[str, str]) -> dict[str, float]:
-    """Prices by kind, for usage whose server knows none: `TINSMITH_PRICES`, over the `[prices]` table of the file."""
+    """Return prices by kind, for servers that report none: `TINSMITH_PRICES`, else the `[prices]` table of the file."""
     prices = _from_file(environ, set(PRICED), "prices")
     for part in environ.get("TINSMITH_PRICES", "").split(","):
         if not part.strip():
             continue
         name, _, text = (piece.strip() for piece in part.partition("="))
         if name not in PRICED:
-            raise TinkerError(f"TINSMITH_PRICES: {name!r} has no price (known: {', '.join(PRICED)})")
+            raise TinkerError(f"TINSMITH_PRICES: unknown name {name!r} (known: {', '.join(PRICED)})")
         try:
             prices[name] = float(text)
         except ValueError:
@@ -218,18 +262,30 @@ def prices_from_env(environ: Mapping[str, str]) -> dict[str, float]:
     for name, price in prices.items():
         is_number = isinstance(price, (int, float)) and not isinstance(price, bool)
         if not (is_number and 0 <= price < float("inf")):
-            raise TinkerError(f"prices.{name} must be a number from 0 on, got {price!r}")
+            raise TinkerError(f"prices.{name} must be a number of at least 0, got {price!r}")
     return {name: float(price) for name, price in prices.items()}
 
 
 MB = 1024 * 1024
+MICRO_BATCH_TOKENS = 512
+PREFILL_TOKENS = 256
+MAX_BATCH_SEQUENCES = 64
+SCHEDULER_QUANTUM_S = 0.1
+"""About as long as one turn on a CPU: a micro-batch, or a sampler step."""
+_COUNTS = ("micro_batch_tokens", "prefill_tokens", "max_batch_sequences")
+"""Settings of an engine that must be whole numbers."""
 _AMOUNTS = ("requests_per_minute", "lora_alpha")
+_LISTS = ("models", "allowed_hosts")
+_PATHS = ("data_dir", "models_dir", "api_key_file", "tls_cert", "tls_key")
 _TEXTS = (
     "host",
     "data_dir",
     "models_dir",
     "database",
     "api_key",
+    "api_key_file",
+    "tls_cert",
+    "tls_key",
     "backend",
     "log_format",
     "device",
@@ -240,113 +296,156 @@ _TEXTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """Everything a server needs to know before it starts."""
+    """Settings of a server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; any but loopback needs keys."""
+    """Address to listen on; any other than loopback needs API keys."""
     port: int = 8000
     """Port to listen on; 0 picks a free one."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names that a server on loopback accepts besides localhost, for a proxy on this machine."""
     data_dir: Path = field(default_factory=lambda: default_data_dir(os.environ))
-    """Where the database, checkpoints, keys and models are."""
+    """Directory for the database, checkpoints, keys and models."""
     models_dir: Path | None = None
-    """Where fetched and converted models are; None: in the data directory."""
+    """Directory for downloaded and converted models; None: `models` in the data directory."""
     models: tuple[str, ...] = ()
-    """Base models, each NAME or NAME=SOURCE (directory, GGUF file, hub id)."""
-    database: str | None = None
-    """`postgresql://...`, or a path; None: SQLite in the data directory."""
+    """Base models, each NAME or NAME=SOURCE (a directory, GGUF file or Hub ID); none: SmolLM2-135M-Instruct."""
+    database: str | None = field(default=None, repr=False)
+    """`postgresql://...`, or the path of an SQLite file; None: SQLite in the data directory."""
     api_key: str | None = field(default=None, repr=False)
-    """A key to accept besides those made with `tinsmith key create`."""
+    """An API key to accept in addition to those of `tinsmith key create`; valid while the server is started with it."""
+    api_key_file: Path | None = None
+    """A file that contains that key."""
+    tls_cert: Path | None = None
+    """PEM file with the certificate for HTTPS, followed by its intermediate certificates."""
+    tls_key: Path | None = None
+    """PEM file with the certificate's private key."""
     backend: str = "local"
-    """`local`, or `module:factory` of a Backend."""
+    """`local`, or `module:factory` of another Backend."""
     log_format: str = "text"
     """`text` or `json`."""
     poll_s: float = 30.0
-    """How long a long poll is held; clients give up at 45 s."""
+    """How long the server holds a long poll; clients give up after 45 s."""
     session_timeout_s: float = 300.0
-    """Silence after which a session counts as dead and its models are unloaded."""
+    """Time without a heartbeat after which a session expires and its models are unloaded."""
     result_grace_s: float = 3600.0
-    """How long results and journal stay after a session ended."""
+    """How long results and the journal are kept after a session has ended."""
     curve_grace_s: float = 90 * 86400.0
-    """How long the curve of a run stays after its session ended; as long as a checkpoint of the run, in any case."""
+    """How long a run's curve is kept after its session has ended; longer if the run still has a checkpoint."""
     sweep_s: float = 5.0
-    """Pause between two rounds of the sweeper."""
+    """Interval at which expired sessions, results and checkpoints are cleaned up."""
     drain_s: float = 20.0
-    """How long running work may go on after SIGTERM."""
+    """How long running work may continue after SIGTERM."""
     idle_model_s: float = 1800.0
     """Idle time after which a base model is unloaded from memory."""
     token_ttl_s: float = 3600.0
-    """Life of a token from auth/token."""
+    """Lifetime of a token from auth/token."""
     download_ttl_s: float = 900.0
-    """Life of a signed download address."""
-    max_body_bytes: int = 64 * MB
+    """Lifetime of a signed download URL."""
+    max_body_bytes: int = 32 * MB
     """Largest request body as sent."""
-    max_unpacked_bytes: int = 256 * MB
+    max_unpacked_bytes: int = 32 * MB
     """Largest request body after decompression."""
     body_timeout_s: float = 30.0
-    """How long a client may take between two pieces of a body."""
+    """Longest pause of a client between two parts of a request body."""
     max_datums: int = 4096
-    """Datums in one forward_backward."""
+    """Most datums in one forward_backward."""
     max_request_tokens: int = 4_000_000
-    """Tokens in one request."""
+    """Most tokens in one request."""
+    max_job_device_s: float = 14_400.0
+    """Longest compute time of one forward_backward; beyond it, the request fails and changes nothing."""
+    max_loss_device_s: float = 60.0
+    """Longest compute time of an uploaded loss in one forward_backward; beyond it, the request fails likewise."""
     max_samples: int = 1024
-    """Samples of one asample."""
+    """Most samples in one asample."""
     max_sessions: int = 1000
-    """Active sessions of one user."""
+    """Most active sessions of one user."""
     max_models: int = 256
-    """Live models of one user."""
+    """Most live models of one user."""
     max_queued: int = 20_000
-    """Waiting requests of one organisation."""
+    """Most queued requests of one organisation."""
+    max_queued_bytes: int = 512 * MB
+    """Most bytes in the bodies of one organisation's queued requests."""
+    max_held_bytes: int = 256 * MB
+    """Most memory for one organisation's incoming bodies and unread responses."""
+    max_waits: int = 20_000
+    """Most open long polls and streams of one organisation."""
+    max_connections: int = 8192
+    """Most open connections from one IP address."""
+    read_timeout_s: float = 30.0
+    """Longest time for a client to read 128 KB of a response; slower ones are disconnected."""
     requests_per_minute: int | None = None
-    """Rate of one key, where the key has no own; None: not limited."""
+    """Rate limit of a key that has none of its own; None: unlimited."""
     metadata_above_bytes: int = 4 * MB
-    """Results above this size are announced before they are sent."""
+    """Size above which a result's metadata is sent before the result."""
     disk_cap_bytes: int | None = None
-    """Most that checkpoints may take; None: the disk decides."""
+    """Most disk space for checkpoints; None: whatever the disk has."""
+    disk_cap_per_org_bytes: int | None = None
+    """Most disk space for all files and rows of one organisation; None: a share that leaves room for the others."""
     disk_cap_action: Literal["refuse", "delete"] = "refuse"
-    """Over the cap: refuse saves, or also delete training checkpoints, the oldest first (see max_run_checkpoints)."""
+    """At the cap: `refuse` saves, or first `delete` the oldest training checkpoints (see max_run_checkpoints)."""
     max_run_checkpoints: int | None = None
-    """Training checkpoints kept of a run, the newest; published ones and those with a ttl stay. None: all."""
+    """Newest training checkpoints to keep per run, besides published ones and those with a TTL; None: all."""
     checkpoint_retention_s: float | None = None
-    """Age at which a run's training checkpoints go, but the newest (see max_run_checkpoints); None: never."""
+    """Age at which training checkpoints are deleted, except a run's newest (see max_run_checkpoints); None: never."""
     min_free_bytes: int = 256 * MB
-    """Free disk below which new work is refused."""
+    """Free disk space below which new work is refused."""
+    engine_start_deadline_s: float = 600.0
+    """How long accepted work waits for an engine that keeps crashing while it is starting, before it fails."""
     max_replay_s: float = 30.0
-    """Most that is computed again after a crash, per run; snapshots are taken to keep it below."""
+    """Target for the compute time that a run repeats after a crash; snapshots are taken to stay below it."""
     max_snapshot_share: float = 0.05
-    """Most of a run's computing time that its snapshots may take; goes before max_replay_s."""
+    """Largest share of a run's compute time spent on snapshots; takes precedence over max_replay_s."""
     exit_when_idle_s: float | None = None
-    """The server ends when nobody has used it for this long; None: never."""
+    """Idle time after which the server exits; None: never."""
     max_telemetry_rows: int = 10_000
-    """Telemetry batches kept."""
+    """Telemetry batches to keep."""
     lora_alpha: float = 32.0
-    """LoRA scale is alpha / rank."""
+    """LoRA alpha; an adapter is scaled by alpha / rank."""
     device: str = "cpu"
-    """Where models compute: cpu, cuda, cuda:1 ..."""
+    """Device that models run on: cpu, cuda, cuda:1 ..."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of the base; auto tries both and takes the fastest that is right."""
+    """Number format of base models; auto: float32 on a CPU, where results are exact, and bfloat16 elsewhere."""
     threads: int = 0
-    """Threads that compute, 0: one per core. The same number gives the same bits."""
+    """Compute threads; 0: one per core. Results are bit-identical for the same number of threads."""
     adapter_bytes: int | None = None
-    """Adapters in training kept in memory, the others wait on disk; None: by the machine's memory."""
+    """Memory for adapters in training; others are swapped to disk. None: chosen by the machine's memory."""
     sampler_adapter_bytes: int | None = None
-    """Adapters to sample from kept in memory; None: by the machine's memory."""
+    """Memory for adapters to sample from; None: chosen by the machine's memory."""
     cache_bytes: int | None = None
-    """Keys and values of samples in memory; None: by the machine's memory."""
+    """Memory for the KV cache of sampling; None: chosen by the machine's memory."""
+    micro_batch_tokens: int = MICRO_BATCH_TOKENS
+    """Tokens that a training pass computes together; a longer datum runs alone. More takes more memory.
+    Results depend on it in the last bits, so it is part of a run's fingerprint."""
+    prefill_tokens: int = PREFILL_TOKENS
+    """Prompt tokens computed in one sampler step. More reads prompts faster, and makes running samples wait longer."""
+    max_batch_sequences: int = MAX_BATCH_SEQUENCES
+    """Samples that advance together in one sampler step; others wait."""
+    scheduler_quantum_s: float = SCHEDULER_QUANTUM_S
+    """Seconds of the device that each tenant gets per round while several compete. Less is fairer over short times,
+    more switches less often."""
     client_flags: Mapping[str, bool] = field(default_factory=dict)
-    """Answers of client/config that differ from the usual ones: a TOML table, or NAME=true,... in the environment."""
+    """Overrides of the flags in client/config: a TOML table, or NAME=true,... in the environment."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.port, int) or isinstance(self.port, bool) or not 0 <= self.port <= 65535:
             raise TinkerError(f"port must be a whole number between 0 and 65535, got {self.port!r}")
         for name in ("host", "backend"):
             if not isinstance(getattr(self, name), str):
-                raise TinkerError(f"{name} must be a text, got {getattr(self, name)!r}")
+                raise TinkerError(f"{name} must be a string, got {getattr(self, name)!r}")
+        if not isinstance(self.allowed_hosts, tuple) or not all(isinstance(name, str) for name in self.allowed_hosts):
+            raise TinkerError(f"allowed_hosts must be a list of names, got {self.allowed_hosts!r}")
         if not isinstance(self.models, tuple) or not all(isinstance(model, str) for model in self.models):
             raise TinkerError(f"models must be a list of NAME or NAME=SOURCE, got {self.models!r}")
         if self.dtype not in ("auto", "float32", "bfloat16"):
             raise TinkerError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
         if self.disk_cap_action not in ("refuse", "delete"):
             raise TinkerError(f"disk_cap_action must be refuse or delete, got {self.disk_cap_action!r}")
+        if self.api_key is not None and self.api_key_file is not None:
+            raise TinkerError("api_key and api_key_file are both set; use only one")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            missing = "tls_key" if self.tls_key is None else "tls_cert"
+            raise TinkerError(f"HTTPS needs both tls_cert and tls_key; {missing} is not set")
         if self.log_format not in ("text", "json"):
             raise TinkerError(f"log_format must be text or json, got {self.log_format!r}")
         for spec in dataclasses.fields(self):
@@ -356,15 +455,19 @@ class ServerConfig:
             is_open = value is None and spec.default is None
             if is_amount and not is_open and not (is_number and value > 0):
                 raise TinkerError(f"{spec.name} must be a number above 0, got {value!r}")
+        for name in _COUNTS:
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise TinkerError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.poll_s > 40:
-            raise TinkerError(f"poll_s must be at most 40 (clients give up at 45 s), got {self.poll_s}")
+            raise TinkerError(f"poll_s must be at most 40 (clients give up after 45 s), got {self.poll_s}")
         for name, value in self.client_flags.items():
             if not isinstance(value, bool):
                 raise TinkerError(f"client_flags.{name} must be true or false, got {value!r}")
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
+        """Whether the server listens on loopback, so that only this machine can connect."""
         if self.host == "localhost":
             return True
         try:
@@ -376,13 +479,26 @@ class ServerConfig:
     def database_url(self) -> str:
         return self.database or str(self.data_dir / "tinsmith.sqlite")
 
+    def given_key(self) -> str | None:
+        """Return the API key from the settings, given directly or in a file."""
+        if self.api_key_file is None:
+            return self.api_key
+        try:
+            key = self.api_key_file.read_text().strip()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "not a text file"
+            raise TinkerError(f"cannot read api_key_file {self.api_key_file}: {reason}") from error
+        if not key:
+            raise TinkerError(f"api_key_file {self.api_key_file} is empty; it must contain a key that starts with tml-")
+        return key
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str], file: Path | None = None, **overrides: Any) -> Self:
-        """The settings of this process; `overrides` are arguments, None meaning not given."""
+        """Read the settings of this process; `overrides` are arguments, where None means not given."""
         types = {spec.name: spec for spec in dataclasses.fields(cls)}
         unknown = sorted(set(overrides) - set(types))
         if unknown:
-            raise TinkerError(f"unknown settings {', '.join(unknown)} (known: {', '.join(types)})")
+            raise TinkerError(f"unknown settings: {', '.join(unknown)} (known: {', '.join(types)})")
         values = _server_table(file, set(types)) if file is not None else {}
         for name in types:
             if f"TINSMITH_{name.upper()}" in environ:
@@ -390,26 +506,25 @@ class ServerConfig:
         values |= {name: value for name, value in overrides.items() if value is not None}
         if "data_dir" not in values:
             values["data_dir"] = default_data_dir(environ)
-        if not isinstance(values["data_dir"], (str, Path)):
-            raise TinkerError(f"data_dir must be a path, got {values['data_dir']!r}")
-        values["data_dir"] = Path(values["data_dir"]).expanduser().absolute()
-        if values.get("models_dir") is not None:
-            values["models_dir"] = Path(values["models_dir"]).expanduser().absolute()
-        if isinstance(values.get("models"), list):
-            values["models"] = tuple(values["models"])
+        for name in _PATHS:
+            if values.get(name) is not None:
+                values[name] = _absolute(name, values[name])
+        for name in _LISTS:
+            if isinstance(values.get(name), list):
+                values[name] = tuple(values[name])
         return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddedConfig:
-    """The engine that clients without an address share."""
+    """Settings of the local engine, which clients use when no server is configured."""
 
     data_dir: Path
-    """Where it keeps everything (`TINSMITH_DATA_DIR`)."""
+    """Its data directory (`TINSMITH_DATA_DIR`)."""
     models_dir: Path
-    """Where models are kept, for all engines of this user (`TINSMITH_MODELS_DIR`)."""
+    """Directory for models, shared by all engines of this user (`TINSMITH_MODELS_DIR`)."""
     keep_s: float = 120.0
-    """How long it stays when the last client is gone (`TINSMITH_KEEP`: seconds, or `forever`)."""
+    """How long it keeps running after the last client has left (`TINSMITH_KEEP`: seconds, or `forever`)."""
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> Self:
@@ -426,14 +541,14 @@ class EmbeddedConfig:
 
 
 def default_data_dir(environ: Mapping[str, str]) -> Path:
-    """The platform's place for a user's data."""
+    """Return the default data directory: `tinsmith` in `$XDG_DATA_HOME` or `~/.local/share`."""
     home = Path(environ.get("HOME", "~")).expanduser()
     return Path(environ.get("XDG_DATA_HOME") or home / ".local" / "share") / "tinsmith"
 
 
 def _parsed(name: str, text: str) -> Any:
-    """A setting from the environment: numbers where a number is meant, lists at commas."""
-    if name == "models":
+    """Parse a setting from the environment: a comma-separated list, a string, or a number."""
+    if name in _LISTS:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if name == "client_flags":
         return dict(_flag(part) for part in text.split(",") if part.strip())
@@ -445,10 +560,18 @@ def _parsed(name: str, text: str) -> Any:
         raise TinkerError(f"TINSMITH_{name.upper()} must be a number, got {text!r}") from None
 
 
+def _absolute(name: str, value: Any) -> Path:
+    if not isinstance(value, (str, Path)):
+        raise TinkerError(f"{name} must be a path, got {value!r}")
+    return Path(value).expanduser().absolute()
+
+
 def _flag(text: str) -> tuple[str, bool]:
     name, _, value = text.strip().partition("=")
     if value not in ("true", "false"):
-        raise TinkerError(f"TINSMITH_CLIENT_FLAGS must be NAME=true or NAME=false at commas, got {text.strip()!r}")
+        raise TinkerError(
+            f"TINSMITH_CLIENT_FLAGS must be NAME=true or NAME=false, separated by commas, got {text.strip()!r}"
+        )
     return name, value == "true"
 
 
@@ -456,7 +579,7 @@ def _server_table(path: Path, known: set[str]) -> dict[str, Any]:
     try:
         table = tomllib.loads(path.read_text()).get("server", {})
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise TinkerError(f"{path} cannot be read: {error}") from error
+        raise TinkerError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(table, dict):
         raise TinkerError(f"{path}: server must be a table, [server]")
     for name in table:

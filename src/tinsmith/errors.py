@@ -5,30 +5,32 @@ TinkerError                         root of everything tinsmith raises on purpos
 │   ├── UnknownFieldError (TypeError)     a field that the type does not have
 │   ├── MissingArgumentError (TypeError)  an argument that must be given
 │   └── UnknownLossInputError (KeyError)  a plain list under a key whose dtype is not known
-├── MissingPackageError (ImportError)  a package that is not installed is needed
-├── WireError (ValueError)          bytes from the other side do not follow the protocol
-│   └── LimitExceededError          ... or are larger than the limit in force
+├── MissingPackageError (ImportError)  a package that is needed is not installed
+├── WireError (ValueError)          received bytes do not follow the protocol
+│   └── LimitExceededError          ... or are larger than the limit
 ├── RequestFailedError              the server accepted an operation and it failed
-├── RunRecoveredError               a lost run goes on from its last checkpoint
-├── StoreError                      the server's database cannot do what it was asked
-│   ├── ConstraintError                   the row is there already
-│   ├── StorageFullError                  no room on the disk
+├── RunRecoveredError               a lost run was resumed from its last checkpoint
+├── StoreError                      the server's database failed
+│   ├── ConstraintError                   the row already exists
+│   ├── UnstorableError                   a value that the database cannot store
+│   ├── StorageFullError                  the disk is full
+│   ├── StoreTakenError                   another server uses the database
 │   └── StoreUnavailableError             locked by another process, or not reachable
 ├── NonFiniteError                  a loss or gradient is NaN or infinite; nothing was changed
-├── DamagedCheckpointError          a checkpoint's files are missing or not what was written
+├── DamagedCheckpointError          a checkpoint's files are missing or corrupt
 └── APIError                        a call did not succeed
-    ├── APIResponseValidationError  a 2xx answer that does not have the promised shape
-    ├── APIConnectionError          no answer
-    │   └── APITimeoutError         no answer in time
-    └── APIStatusError              an answer with status 4xx or 5xx
+    ├── APIResponseValidationError  a 2xx response that does not have the expected shape
+    ├── APIConnectionError          no response
+    │   └── APITimeoutError         no response in time
+    └── APIStatusError              a response with status 4xx or 5xx
         ├── BadRequestError 400            ├── ConflictError 409
         ├── AuthenticationError 401        ├── UnprocessableEntityError 422
         ├── BillingError 402               ├── RateLimitError 429
         ├── PermissionDeniedError 403      └── InternalServerError 5xx
         └── NotFoundError 404
 
-RetryableException stands apart, as in the official client: a promise that the server lost.
-Every class has a stable `code` and a `retryable` flag; retry policies read the flag, never the text.
+RetryableException is not a TinkerError, as in the official client: the server no longer knows a promise.
+Every class has a stable `code` and a `retryable` flag; the retry policy reads the flag, never the message.
 """
 
 from __future__ import annotations
@@ -40,10 +42,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_MESSAGE = 2000
-"""Characters of a message; input of any size may be quoted in it."""
+"""The longest message, in characters; a message may quote input of any size."""
 
 
-def _bounded(text: str) -> str:
+def bounded(text: str) -> str:
+    """Cut the middle out of a message that is too long."""
     return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 500]} [...] {text[-400:]}"
 
 
@@ -51,12 +54,12 @@ _SECRET = re.compile(r"(tml-|eyJ)[A-Za-z0-9_\-.]{4,}")
 
 
 def redacted(text: str) -> str:
-    """Text without anything that looks like a key or a token: servers and proxies sometimes echo them."""
+    """Redact anything that looks like a key or a token: servers and proxies sometimes echo them."""
     return _SECRET.sub(lambda match: match[1] + "***", text)
 
 
 class RequestErrorCategory(enum.StrEnum):
-    """Who has to act on a failed operation."""
+    """Who can fix a failed operation."""
 
     Unknown = "unknown"
     Server = "server"
@@ -71,7 +74,7 @@ class RequestErrorCategory(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestInfo:
-    """The request behind an error: enough to say where it went, never its headers (they hold the key)."""
+    """The request that failed: method and URL, never its headers, which contain the key."""
 
     method: str
     url: str
@@ -79,7 +82,7 @@ class RequestInfo:
 
 @dataclass(frozen=True, slots=True)
 class ResponseInfo:
-    """The answer behind an error."""
+    """The response that caused an error."""
 
     status_code: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -88,7 +91,7 @@ class ResponseInfo:
 
 
 class TinkerError(Exception):
-    """Root of all errors raised on purpose; catch it to catch everything from this package."""
+    """The base of all errors that this package raises on purpose."""
 
     code = "tinker_error"
     retryable = False
@@ -100,10 +103,10 @@ class InvalidInputError(TinkerError, ValueError):
     code = "invalid_input"
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
-        message = _bounded(message)
+        message = bounded(message)
         super().__init__(message)
         self.message = message
-        self.field = _bounded(field) if field is not None else None
+        self.field = bounded(field) if field is not None else None
 
     def __str__(self) -> str:
         return self.message
@@ -125,13 +128,13 @@ class MissingArgumentError(InvalidInputError, TypeError):
 
 
 class UnknownLossInputError(InvalidInputError, KeyError):
-    """A plain list was given under a key whose dtype is not defined: pass a numpy array or TensorData instead."""
+    """A list was passed under a key whose dtype is not defined: pass a numpy array or TensorData instead."""
 
     code = "unknown_loss_input"
 
 
 class MissingPackageError(TinkerError, ImportError):
-    """What was asked for needs a package that is not installed; the message gives the command that installs it."""
+    """A feature needs a package that is not installed; the message has the command to install it."""
 
     code = "missing_package"
 
@@ -146,22 +149,22 @@ class MissingPackageError(TinkerError, ImportError):
 
 
 class WireError(TinkerError, ValueError):
-    """Bytes from the other side do not follow the protocol; `field` names the place."""
+    """Received bytes do not follow the protocol; `field` names the place."""
 
     code = "malformed_body"
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
-        message = _bounded(message)
+        message = bounded(message)
         super().__init__(message)
         self.message = message
-        self.field = _bounded(field) if field is not None else None
+        self.field = bounded(field) if field is not None else None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), (self.message,), {"field": self.field}), self.__dict__
 
 
 class LimitExceededError(WireError):
-    """A body, or what it unpacks to, is larger than the limit in force: send less at once, or raise the limit."""
+    """A body is larger than the limit, perhaps after decompression: send less at once, or raise the limit."""
 
     code = "limit_exceeded"
 
@@ -183,27 +186,39 @@ class RequestFailedError(TinkerError):
 
 
 class RunRecoveredError(TinkerError):
-    """A run was lost and made again from its last checkpoint: go back to that step and go on."""
+    """A run was lost and resumed from its last checkpoint: go back to that step and continue."""
 
     code = "run_recovered"
 
 
 class StoreError(TinkerError):
-    """The server's database cannot do what it was asked; the message says which database, why, and what to do."""
+    """The server's database failed; the message says which database, why, and what to do."""
 
     code = "store_error"
 
 
 class ConstraintError(StoreError):
-    """A row with the same key is there already; nothing of this write was stored."""
+    """A row with the same key already exists; nothing of this write was stored."""
 
     code = "store_constraint"
 
 
+class UnstorableError(StoreError):
+    """The database cannot store a value: it is too large, or of a wrong kind. Retrying does not help."""
+
+    code = "unstorable"
+
+
 class StorageFullError(StoreError):
-    """No room for the database: free some on its disk. What was acknowledged before is safe."""
+    """The database's disk is full: free some space. What was acknowledged before is safe."""
 
     code = "storage_full"
+
+
+class StoreTakenError(StoreError):
+    """Another server uses the database, and only one may: stop it, or use another database."""
+
+    code = "store_taken"
 
 
 class StoreUnavailableError(StoreError):
@@ -313,7 +328,7 @@ class BillingError(APIStatusError):
 
 
 class PermissionDeniedError(APIStatusError):
-    """403: the key is good but may not do this."""
+    """403: the key is valid but may not do this."""
 
     code = "permission_denied"
     hint = "Use a key that has the needed scope, or ask the owner to publish or share the resource."
@@ -340,11 +355,11 @@ class UnprocessableEntityError(APIStatusError):
 
 
 class RateLimitError(APIStatusError):
-    """429: too much at once; wait as long as `Retry-After` says."""
+    """429: too many requests; wait as long as `Retry-After` says."""
 
     code = "rate_limited"
     retryable = True
-    hint = "Send less at once, or wait; Retry-After says how long."
+    hint = "Send fewer requests at once, or wait as long as Retry-After says."
 
 
 class InternalServerError(APIStatusError):
@@ -352,11 +367,11 @@ class InternalServerError(APIStatusError):
 
     code = "server_error"
     retryable = True
-    hint = "The server failed; its log has the cause."
+    hint = "The server failed; see its log for the cause."
 
 
 class RetryableException(Exception):  # noqa: N818 - the official name
-    """The server lost the promise of an operation; submitting it again is safe where the operation is idempotent."""
+    """The server no longer knows the promise of an operation; idempotent operations can be submitted again."""
 
     code = "promise_lost"
     retryable = True
@@ -367,11 +382,11 @@ class RetryableException(Exception):  # noqa: N818 - the official name
 
 
 class ExperimentalWarning(FutureWarning):
-    """The call may change or vanish without notice."""
+    """The call may change or be removed without notice."""
 
 
 class PrecisionWarning(UserWarning):
-    """Numbers were rounded on their way to the wire, which carries float32 and int64 only."""
+    """Numbers were rounded: the protocol has float32 and int64 only."""
 
 
 STATUS_ERRORS: Mapping[int, type[APIStatusError]] = {

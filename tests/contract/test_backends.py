@@ -1,4 +1,4 @@
-"""What every backend promises (tinsmith.engine.base), run against each of them."""
+"""What every backend promises (tinsmith.engine.protocol), run against each of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from support.backends import HARNESSES, Harness, is_alive
 from support.jobs import Jobs, datum
 
-from tinsmith.engine.base import (
+from tinsmith.engine.protocol import (
     AnyJob,
     BackendLostError,
     Done,
@@ -22,10 +22,10 @@ from tinsmith.engine.base import (
     SavedFiles,
     TokenEvent,
 )
-from tinsmith.wire import json_codec
-from tinsmith.wire.proto_outputs import decode_output
-from tinsmith.wire.proto_sampling import decode_response
-from tinsmith.wire.training import OptimStepResponse
+from tinsmith.wire.codecs import json_codec
+from tinsmith.wire.codecs.proto_outputs import decode_output
+from tinsmith.wire.codecs.proto_sampling import decode_response
+from tinsmith.wire.messages.training import OptimStepResponse
 
 Scenario: TypeAlias = Callable[[Harness], Awaitable[None]]
 Run: TypeAlias = Callable[[Scenario], None]

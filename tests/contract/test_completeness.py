@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
-from conftest import Official
+from support.official import Official
+from support.official_values import field_versions
 
 from tinsmith import types
-from tinsmith.wire.json_codec import _field_versions
 from tinsmith.wire.message import Message
-from tinsmith.wire.routes import ROUTES
+from tinsmith.wire.routes.table import ROUTES
 
 RENAMED = {"TopkPromptLogprobs": "TopkLogprobs"}
 """Official name in some release: the name it has today."""
@@ -76,7 +77,7 @@ def test_fields_are_dated_as_the_release_has_them(official: Official) -> None:
         ours = getattr(types, RENAMED.get(name, name), None)
         if not isinstance(ours, type) or not issubclass(ours, Message):
             continue
-        versions = _field_versions(ours)
+        versions = field_versions(ours)
         theirs = official.fields(name)
         for field in ours.__struct_fields__:
             is_dated_later = versions.get(field, (0, 0)) > official.line
@@ -149,19 +150,14 @@ def _is_request_free(name: str, field: str) -> bool:
     return (name, field) in FIELDS_ELSEWHERE or name.endswith("Response")
 
 
-def _fields(cls: type[Message]) -> tuple[object, ...]:
-    import msgspec
-
+def _fields(cls: type[Message]) -> tuple[msgspec.structs.FieldInfo, ...]:
     return msgspec.structs.fields(cls)
 
 
-def _default(spec: object) -> object:
-    import msgspec
-
-    from tinsmith.wire.json_codec import _default as default_of
+def _default(spec: msgspec.structs.FieldInfo) -> object:
     from tinsmith.wire.message import NOT_GIVEN
 
-    value = default_of(spec)  # type: ignore[arg-type]
+    value = spec.default_factory() if spec.default_factory is not msgspec.NODEFAULT else spec.default
     if value is NOT_GIVEN:
         return None
     return msgspec.to_builtins(value)

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - the name that everyone uses
-from conftest import Oracle, RefusedError
+from support.official import Oracle, RefusedError
 
-from tinsmith.client import custom_loss
-from tinsmith.client.loss_graph import LossHandle, trace
+from tinsmith.client.losses import custom_loss
+from tinsmith.client.losses.loss_graph import LossHandle, trace
 from tinsmith.errors import InvalidInputError
-from tinsmith.wire import json_codec
-from tinsmith.wire.inputs import Datum, ModelInput
-from tinsmith.wire.tensors import TensorData
-from tinsmith.wire.training import CreateCustomLossRequest, ForwardBackwardOutput
+from tinsmith.wire.codecs import json_codec
+from tinsmith.wire.messages.training import CreateCustomLossRequest, ForwardBackwardOutput
+from tinsmith.wire.values.inputs import Datum, ModelInput
+from tinsmith.wire.values.tensors import TensorData
 
 
 def cross_entropy(logprobs: Any, weights: Any) -> Any:

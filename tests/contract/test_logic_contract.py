@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import NEWEST, Official, RefusedError
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from values import datums
+from support.official import NEWEST, Official, RefusedError
+from support.official_values import datums
 
 from tinsmith import InvalidInputError, types
-from tinsmith.wire.chunking import ChunkLimits, binary_bytes, split
-from tinsmith.wire.combining import combine_metrics
+from tinsmith.wire.rules.split_join import ChunkLimits, binary_bytes, combine_metrics, split
 
 THOROUGH = settings(
     max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None

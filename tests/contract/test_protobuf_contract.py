@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import Official, _official
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from values import FLOAT32, TEXT, TOKENS, as_binary, assert_same, plain, values_of
+from support.official import Official, official_release
+from support.official_values import FLOAT32, TEXT, TOKENS, as_binary, assert_same, plain, values_of
 
 from tinsmith import types
-from tinsmith.wire import proto_outputs, proto_sampling, proto_training
-from tinsmith.wire.sampling import FILL_LOGPROB, FILL_TOKEN
+from tinsmith.wire.codecs import proto_outputs, proto_sampling, proto_training
+from tinsmith.wire.messages.sampling import FILL_LOGPROB, FILL_TOKEN
 
 THOROUGH = settings(
     max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None
@@ -325,7 +325,7 @@ def test_samples_we_encode_are_read_by_the_newest(newest: Official, response: ty
 @THOROUGH
 @given(data=st.data())
 def test_results_are_read_by_older_releases_too(newest: Official, release: str, data: st.DataObject) -> None:
-    official = _official(release)
+    official = official_release(release)
     response = data.draw(sample_responses())
     read = official.ask("read_result", message="SampleResponse", body=proto_sampling.encode_response(response))
     assert_same(_nested(_read(response)), _known(_nested(read)))

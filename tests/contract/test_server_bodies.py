@@ -13,7 +13,7 @@ from support.in_process import (
 )
 from support.refusals import GOOD, bench
 
-from tinsmith.wire import zstd
+from tinsmith.wire.codecs import zstd
 
 
 def test_bodies_that_are_not_what_they_say(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_bodies_that_are_not_what_they_say(tmp_path: Path) -> None:
             for body, headers, status, says in cases:
                 await made.check(await ann.post("forward_backward", body, **headers), status, says)
             answer = await ann.post("optim_step", b"\x0a\x00", content_type="application/x-protobuf")
-            await made.check(answer, 415, ("reads JSON, not protobuf",))
+            await made.check(answer, 415, ("accepts JSON, not protobuf",))
 
     run(scenario())
 

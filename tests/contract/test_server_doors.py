@@ -7,278 +7,39 @@ does not exist; secrets must be nowhere but in the hands of their holders.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jwt
 import pytest
-from support.in_process import (
-    BASE,
-    Answer,
-    Client,
-    Recorder,
-    Server,
-    create_model,
-    forward_backward,
-    optim_step,
-    run,
-    sample,
-    serving,
+from support.doors import (
+    ALL,
+    NOWHERE,
+    OF_ONESELF,
+    OF_SOMEBODY,
+    ask,
+    bad_credentials,
+    only_sampling,
+    questions_of,
+    send,
+    settle_in,
+    walked,
 )
+from support.in_process import Client, Recorder, create_model, forward_backward, optim_step, run, serving
 
-from tinsmith.server.auth import ISSUER
-from tinsmith.server.keys import installation_secret
-from tinsmith.store.base import statement
 from tinsmith.store.rows import JobRow, TelemetryRow
 from tinsmith.store.sqlite import SqliteStore
-from tinsmith.wire.routes import BY_NAME, ROUTES
-
-GRAPH = {
-    "nodes": [
-        {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
-        {"op": "output", "name": "output", "target": "output", "args": [{"node": "logprobs"}]},
-    ]
-}
-
-
-@dataclass(frozen=True)
-class World:
-    """The ids of what somebody has."""
-
-    session: str
-    model: str
-    sampler: str
-    request: str
-    loss: str
-    name: str = "mine"
-
-    @property
-    def path(self) -> str:
-        return f"tinker://{self.model}/weights/{self.name}"
-
-    @property
-    def checkpoint(self) -> dict[str, str]:
-        return {"training_run_id": self.model, "checkpoint_id": f"weights/{self.name}"}
-
-    def hidden(self, answer: Answer) -> tuple[int, str]:
-        """An answer without these ids, to compare it with another's."""
-        text = answer.body.decode()
-        for value in (self.path, self.sampler, self.model, self.session, self.request, self.loss, self.name):
-            text = text.replace(value, "?")
-        return answer.status, text
-
-
-NOWHERE = World(
-    session="00000000-0000-4000-8000-000000000000",
-    model="00000000-0000-4000-8000-000000000000:train:0",
-    sampler="00000000-0000-4000-8000-000000000000:sample:0",
-    request="0" * 32,
-    loss="loss-" + "0" * 32,
-    name="none",
-)
-
-Ask = tuple[str, str, Any]
-"""Method, path, message."""
-
-
-def ask(name: str, message: Any = None, query: str = "", **parameters: str) -> Ask:
-    route = BY_NAME[name]
-    return route.method, route.url_path(**parameters) + query, message
-
-
-def target(world: World) -> dict[str, Any]:
-    return {"target": {"sampling_session_id": world.sampler, "cloned_sampler_id": 0}, "timeout": 0.001}
-
-
-def custom_loss(world: World) -> dict[str, Any]:
-    inputs = [{"name": "logprobs", "rank": 1}]
-    return {
-        "session_id": world.session,
-        "custom_loss_seq_id": 77,
-        "name": "x",
-        "inputs": inputs,
-        "graph": GRAPH,
-    }
-
-
-OF_SOMEBODY: dict[str, Callable[[World], list[Ask]]] = {
-    "session_heartbeat": lambda w: [ask("session_heartbeat", {"session_id": w.session})],
-    "finish_session": lambda w: [
-        ask("finish_session", {"reason": {"type": "success"}}, session_id=w.session),
-    ],
-    "get_session": lambda w: [ask("get_session", session_id=w.session)],
-    "assign_session_project": lambda w: [
-        ask("assign_session_project", {"project_id": "theirs"}, session_id=w.session),
-    ],
-    "export_session_trace": lambda w: [ask("export_session_trace", session_id=w.session)],
-    "create_model": lambda w: [ask("create_model", create_model(w.session, 5))],
-    "get_info": lambda w: [ask("get_info", {"model_id": w.model})],
-    "forward_backward": lambda w: [ask("forward_backward", forward_backward(w.model, 50))],
-    "forward": lambda w: [
-        ask(
-            "forward",
-            {
-                "model_id": w.model,
-                "seq_id": 50,
-                "forward_input": forward_backward(w.model, 1)["forward_backward_input"],
-            },
-        )
-    ],
-    "optim_step": lambda w: [ask("optim_step", optim_step(w.model, 50))],
-    "unload_model": lambda w: [ask("unload_model", {"model_id": w.model})],
-    "create_custom_loss": lambda w: [ask("create_custom_loss", custom_loss(w))],
-    "save_weights": lambda w: [ask("save_weights", {"model_id": w.model, "seq_id": 50, "path": "x"})],
-    "save_weights_for_sampler": lambda w: [
-        ask("save_weights_for_sampler", {"model_id": w.model, "seq_id": 50, "path": "x"}),
-        ask("save_weights_for_sampler", {"model_id": w.model, "seq_id": 50, "sampling_session_seq_id": 9}),
-    ],
-    "save_weights_external": lambda w: [
-        ask("save_weights_external", {"model_id": w.model, "seq_id": 50, "path": "x"}),
-    ],
-    "load_weights": lambda w: [
-        ask("load_weights", {"model_id": w.model, "seq_id": 50, "path": w.path}),
-        ask("load_weights", {"session_id": w.session, "model_seq_id": 5, "path": w.path}),
-    ],
-    "weights_info": lambda w: [ask("weights_info", {"tinker_path": w.path})],
-    "copy_weights": lambda w: [
-        ask("copy_weights", {"source_path": w.path}),
-        ask("copy_weights", {"source_path": w.path, "session_id": w.session, "model_seq_id": 3}),
-    ],
-    "create_sampling_session": lambda w: [
-        ask("create_sampling_session", {"session_id": w.session, "sampling_session_seq_id": 9, "base_model": BASE}),
-        ask("create_sampling_session", {"session_id": w.session, "sampling_session_seq_id": 9, "model_path": w.path}),
-    ],
-    "join_sampling_session": lambda w: [ask("join_sampling_session", {"sampling_session_id": w.sampler})],
-    "asample": lambda w: [ask("asample", sample(w.sampler, 50)), ask("asample", sample(w.sampler))],
-    "get_sampler": lambda w: [ask("get_sampler", sampler_id=w.sampler)],
-    "retrieve_future": lambda w: [
-        ask("retrieve_future", {"request_id": w.request}),
-        ask("retrieve_future", {"request_id": w.request, "allow_metadata_only": True}),
-    ],
-    "retrieve_futures": lambda w: [ask("retrieve_futures", target(w))],
-    "cancel_future": lambda w: [ask("cancel_future", {"request_id": w.request})],
-    "get_training_run": lambda w: [ask("get_training_run", training_run_id=w.model)],
-    "list_checkpoints": lambda w: [ask("list_checkpoints", training_run_id=w.model)],
-    "list_model_checkpoints": lambda w: [ask("list_model_checkpoints", training_run_id=w.model)],
-    "delete_checkpoint": lambda w: [ask("delete_checkpoint", **w.checkpoint)],
-    "publish_checkpoint": lambda w: [ask("publish_checkpoint", **w.checkpoint)],
-    "unpublish_checkpoint": lambda w: [ask("unpublish_checkpoint", **w.checkpoint)],
-    "set_checkpoint_ttl": lambda w: [ask("set_checkpoint_ttl", {"ttl_seconds": 5}, **w.checkpoint)],
-    "get_external_weights_urls": lambda w: [ask("get_external_weights_urls", **w.checkpoint)],
-    "get_checkpoint_archive": lambda w: [ask("get_checkpoint_archive", **w.checkpoint)],
-    "run_metrics": lambda w: [("GET", f"/tinsmith/v1/training_runs/{w.model}/metrics", None)],
-    "sample_stream": lambda w: [("POST", "/tinsmith/v1/sample_stream", sample(w.sampler, 50))],
-    "sample_results": lambda w: [("POST", "/tinsmith/v1/sample_results", target(w))],
-}
-"""Calls that name something, by route; our own endpoints are the last. Each body of `samples` is walked elsewhere."""
-
-HOURS = "?starting_on=2027-01-15T00:00:00Z&ending_before=2027-01-16T00:00:00Z"
-OF_ONESELF: dict[str, Ask] = {
-    "get_server_capabilities": ask("get_server_capabilities"),
-    "client_config": ask("client_config", {}),
-    "client_dynamic_config": ask("client_dynamic_config", {}),
-    "auth_token": ask("auth_token", {}),
-    "get_api_key": ask("get_api_key"),
-    "telemetry": ask("telemetry", {"events": [], "platform": "x", "sdk_version": "x", "session_id": "x"}),
-    "create_session": ask("create_session", {}),
-    "list_sessions": ask("list_sessions"),
-    "search_sessions": ask("search_sessions", {}),
-    "list_training_runs": ask("list_training_runs"),
-    "list_user_checkpoints": ask("list_user_checkpoints"),
-    "get_billing_usage": ask("get_billing_usage", query=HOURS),
-    "get_current_checkpoint_storage_usage": ask("get_current_checkpoint_storage_usage"),
-    "get_audit_log": ask("get_audit_log"),
-    "import_weights": ("POST", "/tinsmith/v1/import_weights", {}),
-    "import_parts": ("POST", "/tinsmith/v1/import_parts", {}),
-    "quota": ("GET", "/tinsmith/v1/quota", None),
-    "status": ("GET", "/tinsmith/v1/status", None),
-    "usage": ("GET", f"/tinsmith/v1/usage{HOURS}", None),
-    "tokenizer": ("GET", f"/tinsmith/v1/tokenizer?model={BASE}", None),
-    "samples": ("POST", "/tinsmith/v1/samples", b"\x90"),
-    "delete_api_key": ask("delete_api_key"),
-}
-"""Calls that show or change what is the caller's own; the last one ends the key."""
-
-OPEN = {"/api/v1/healthz", "/healthz", "/readyz", "/openapi.json", "/tinsmith/v1/version", "/metrics"}
-"""Endpoints for everybody; /metrics only while the server listens on loopback."""
-
-
-OWN = {
-    "sample_stream",
-    "samples",
-    "sample_results",
-    "run_metrics",
-    "import_weights",
-    "import_parts",
-    "quota",
-    "status",
-    "tokenizer",
-    "usage",
-}
-"""Names of those above that are not in the route table."""
-
-
-async def send(client: Client, question: Ask) -> Answer:
-    method, path, message = question
-    return await client.call(method, path, message)
-
-
-async def settle_in(server: Server, client: Client) -> World:
-    """Somebody who has something of everything."""
-    session = await client.session(display_name="mine", user_metadata={"secret": "plan"})
-    model = await client.model(session)
-    promise = await client.post("forward_backward", forward_backward(model, 1))
-    await client.result(promise)
-    await client.save(model, 2, "mine")
-    sampler = await client.sampler(session)
-    await client.result(await client.post("asample", sample(sampler, 1)))
-    made = World(session=session, model=model, sampler=sampler, request=promise.json["request_id"], loss="")
-    loss = await client.result(await client.post("create_custom_loss", custom_loss(made)))
-    return World(
-        session=session, model=model, sampler=sampler, request=made.request, loss=loss.json["loss_id"], name="mine"
-    )
+from tinsmith.wire.routes.door import SCOPES
+from tinsmith.wire.routes.own import DOWNLOAD
 
 
 def test_the_walk_knows_every_route(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as server:
-            named = (set(OF_SOMEBODY) | set(OF_ONESELF)) - OWN
-            assert named | {"healthz"} == {route.name for route in ROUTES}
-            protocol = {route.path for route in ROUTES}
-            own = {route.path for route in server.app.routes} - {
-                path.replace("{checkpoint_id}", "{checkpoint_id:checkpoint}") for path in protocol
-            }
-            assert own == (OPEN - {"/api/v1/healthz"}) | {
-                *(f"/tinsmith/v1/{name}" for name in OWN - {"run_metrics"}),
-                "/tinsmith/v1/training_runs/{training_run_id}/metrics",
-                "/tinsmith/v1/download/{name:path}",
-            }
+            by_owner = {route.name: route.door.owner in ("nothing", "caller", "signature") for route in ALL}
+            assert set(OF_SOMEBODY) == {name for name, is_own in by_owner.items() if not is_own} - {"samples"}
+            assert {route.name for route in server.app.routes} == set(by_owner)
+            assert all(questions_of(route, NOWHERE) for route in ALL)
 
     run(scenario())
-
-
-async def bad_credentials(server: Server, data: Path) -> dict[str, str]:
-    """Keys and tokens that must open nothing, by what is wrong with them."""
-    revoked = await server.client("revoked")
-    expired = await server.client("expired", expires_at=server.clock() + 10)
-    late = await server.client("late")
-    tokens = {
-        "a token that expired": late,
-        "a token of a revoked key": revoked,
-        "a token of an expired key": expired,
-    }
-    found = {name: (await client.post("auth/token")).json["jwt"] for name, client in tokens.items()}
-    claims = {"iss": ISSUER, "kid": late.key_id, "exp": 10**11, "sub": "x"}
-    found["a forged token"] = jwt.encode(claims, b"x" * 32, algorithm="HS256")
-    found["an unsigned token"] = jwt.encode(claims, None, algorithm="none")
-    found["a token of nobody"] = jwt.encode({**claims, "kid": 1}, installation_secret(data), algorithm="HS256")
-    server.clock.advance(3601)
-    await server.store.write(statement("revoke_key", key_id=revoked.key_id, revoked_at=server.clock()))
-    found |= {"a revoked key": revoked.key, "an expired key": expired.key}
-    found |= {"no key": "", "no such key": "tml-" + "x" * 43, "something else": "sk-123", "bytes": "\xff\xfe"}
-    return found
 
 
 def test_no_door_opens_without_a_good_key(tmp_path: Path) -> None:
@@ -288,8 +49,8 @@ def test_no_door_opens_without_a_good_key(tmp_path: Path) -> None:
             world = await settle_in(server, ann)
             credentials = await bad_credentials(server, tmp_path / "data")
             before = list(server.backend.submitted)
-            questions = [question for make in OF_SOMEBODY.values() for question in make(world)]
-            questions += OF_ONESELF.values()
+            locked = [route for route in ALL if route.door.open_to == "keys"]
+            questions = [question for route in locked for question in questions_of(route, world)]
             for name, credential in credentials.items():
                 nobody = Client(server, credential)
                 for question in questions:
@@ -305,12 +66,40 @@ def test_no_door_opens_without_a_good_key(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("as_token", [False, True])
+@pytest.mark.parametrize("scope", SCOPES)
+def test_a_key_of_one_scope_opens_the_doors_that_name_it_and_no_others(
+    tmp_path: Path, scope: str, as_token: bool
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, poll_s=0.001, host="0.0.0.0") as server:
+            ann = await server.client("ann")
+            world = await (only_sampling(ann) if scope == "sample" else settle_in(server, ann))
+            holder = await server.client("ann", scopes=(scope,))
+            if as_token:
+                holder = Client(server, (await holder.post("auth/token")).json["jwt"])
+            for route in walked():
+                for question in questions_of(route, world):
+                    answer = await send(holder, question)
+                    is_named = route.door.open_to == "everybody" or scope == "admin" or scope in route.door.scopes
+                    if not is_named:
+                        assert (answer.status, answer.json["code"]) == (403, "not_allowed"), (route.name, answer)
+                        assert f"the key has: {scope}" in answer.detail
+                    else:
+                        assert answer.status not in (401, 403) or route is DOWNLOAD, (route.name, answer)
+                        assert answer.status < 500, (route.name, answer)
+
+    run(scenario())
+
+
 def test_what_is_open_to_everybody_tells_nothing_of_anybody(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as server:
             world = await settle_in(server, await server.client("ann"))
-            for path in sorted(OPEN):
-                answer = await server.request("GET", path)
+            for route in (route for route in ALL if route.door.open_to in ("everybody", "machine")):
+                if route is DOWNLOAD:
+                    continue
+                answer = await server.request(route.method, route.path)
                 assert answer.status == 200
                 for secret in (world.session, "acme", "plan"):
                     assert secret not in answer.body.decode()
@@ -319,7 +108,11 @@ def test_what_is_open_to_everybody_tells_nothing_of_anybody(tmp_path: Path) -> N
                 assert answer.status in (401, 404)
         async with serving(tmp_path / "public", host="0.0.0.0") as server:
             assert (await server.request("GET", "/metrics")).status == 401
-            assert (await (await server.client()).get("/metrics")).status == 200
+            assert (await (await server.client()).get("/metrics")).status == 403
+            admin = await server.client(scopes=("admin",))
+            assert (await admin.get("/metrics")).status == 200
+            assert "timings" not in (await (await server.client()).get("/tinsmith/v1/status")).json
+            assert "timings" in (await admin.get("/tinsmith/v1/status")).json
 
     run(scenario())
 
@@ -378,6 +171,9 @@ def test_what_is_anothers_cannot_be_used_with_what_is_ones_own(tmp_path: Path) -
                 assert (answer.status, answer.json["code"]) == (404, "unknown_resource"), route
             wrong_token = {"source_path": world.path, "weights_access_token": eve.key}
             assert (await eve.post("copy_weights", wrong_token)).status == 404
+            weak = await server.client("ann", scopes=("sample",))
+            weak_token = {"source_path": world.path, "weights_access_token": weak.key}
+            assert (await eve.post("copy_weights", weak_token)).status == 404, "who may only sample hands out no files"
             assert server.backend.submitted == before
             await eve.result(await eve.post("optim_step", optim_step(own.model, 5)))  # the refused numbers are closed
 

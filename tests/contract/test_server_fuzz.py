@@ -18,14 +18,16 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.in_process import API, Answer, Client, Recorder, Server, datum, forward_backward, sample, serving
+from support.in_process import Answer, Client, Recorder, Server, datum, forward_backward, sample, serving
 
-from tinsmith.engine.base import ModelCard
-from tinsmith.server.openapi import openapi
-from tinsmith.wire import zstd
-from tinsmith.wire.json_codec import decode
-from tinsmith.wire.proto_training import encode_request
-from tinsmith.wire.training import ForwardBackwardRequest
+from tinsmith.engine.protocol import ModelCard
+from tinsmith.server.http.openapi import openapi
+from tinsmith.wire.codecs import zstd
+from tinsmith.wire.codecs.json_codec import decode
+from tinsmith.wire.codecs.proto_training import encode_request
+from tinsmith.wire.messages.training import ForwardBackwardRequest
+from tinsmith.wire.routes.own import MSGPACK_TYPE, OWN_ROUTES
+from tinsmith.wire.routes.table import ROUTES
 
 DOCUMENT = msgspec.json.decode(openapi())
 OPERATIONS = {
@@ -35,16 +37,7 @@ OPERATIONS = {
 }
 ENDING = ("delete_checkpoint", "unload_model", "finish_session", "delete_api_key")
 """Routes that take away what others need; they come last."""
-EXTENSIONS = {
-    "sample_stream": ("POST", "/tinsmith/v1/sample_stream", OPERATIONS["asample"][2]),
-    "sample_results": ("POST", "/tinsmith/v1/sample_results", OPERATIONS["retrieve_futures"][2]),
-    "download": ("GET", "/tinsmith/v1/download/{name}", {"parameters": [{"name": "name", "in": "path"}]}),
-    "tokenizer": ("GET", "/tinsmith/v1/tokenizer", {"parameters": [{"name": "model", "in": "query"}]}),
-    "quota": ("GET", "/tinsmith/v1/quota", {"parameters": []}),
-    "status": ("GET", "/tinsmith/v1/status", {"parameters": []}),
-}
 TARGETS = {
-    **EXTENSIONS,
     **{name: target for name, target in OPERATIONS.items() if name not in ENDING},
     **{name: OPERATIONS[name] for name in ENDING},
 }
@@ -121,6 +114,10 @@ class World:
             "starting_on": ["2027-01-15T00:00:00Z"],
             "ending_before": ["2027-01-16T00:00:00Z", "0001-01-01T00:00:00+14:00", "9999-12-31T23:00:00-10:00"],
             "day": ["2027-01-15", "9999-12-31", "0001-01-01"],
+            "by": ["run", "day"],
+            "upload": ["0" * 32],
+            "file": ["manifest.json"],
+            "offset": [0],
             "op": ["placeholder", "output"],
             "prompt": [{"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}],
             "sampling_params": [{"max_tokens": 2}],
@@ -225,7 +222,11 @@ def bodies(operation: Any, world: World, data: st.DataObject) -> bytes:
         return deep(data)
     if how == "protobuf":
         return protobuf(world, data)
-    schema = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    content = operation.get("requestBody", {}).get("content", {})
+    if MSGPACK_TYPE in content:
+        many = [bodies(OPERATIONS["asample"][2], world, data) for _ in range(data.draw(st.integers(0, 3)))]
+        return msgspec.msgpack.encode(many if how == "fits" else spoiled(many, data))
+    schema = content.get("application/json", {}).get("schema", {})
     value = data.draw(schema_values(schema, world))
     return json.dumps(value if how == "fits" else spoiled(value, data)).encode()
 
@@ -242,11 +243,12 @@ def urls(path: str, operation: Any, world: World, data: st.DataObject) -> str:
     queries = []
     for parameter in operation["parameters"]:
         name = parameter["name"]
-        value = data.draw(schema_values(parameter.get("schema", {"type": "string"}), world, name) | TEXT)
+        fitting = schema_values(parameter.get("schema", {"type": "string"}), world, name)
+        value = data.draw(st.one_of(fitting, fitting, TEXT))
         text = quote(_as_text(value), safe="/" if name in ("checkpoint_id", "name") else "")
         if parameter["in"] == "path":
             path = path.replace(f"{{{name}}}", text or "x")
-        elif data.draw(st.booleans()):
+        elif data.draw(st.integers(0, 9)) if parameter.get("required") else data.draw(st.booleans()):
             queries.append(f"{name}={text}")
     if data.draw(st.integers(0, 4)) == 0:
         queries.append(quote(data.draw(st.text(max_size=10)), safe="=&;+%"))
@@ -351,4 +353,4 @@ def test_the_requests_get_far(fuzzed: tuple[asyncio.Runner, World]) -> None:
 
 def test_every_route_of_the_description_is_tried() -> None:
     assert set(OPERATIONS) <= set(TARGETS)
-    assert all(path.startswith(API) for _, path, _ in OPERATIONS.values())
+    assert set(OPERATIONS) == {route.name for route in (*ROUTES, *OWN_ROUTES)}

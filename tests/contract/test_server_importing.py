@@ -3,41 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from support.in_process import BASE, Answer, Client, Server, forward_backward, optim_step, run, serving
+from support.importing import part_of, saved, send_parts, upload
+from support.in_process import BASE, Client, forward_backward, optim_step, run, serving
 
 from tinsmith.store.rows import AuditRow, CheckpointRow
 
-PATH = "/tinsmith/v1/import_weights"
-PARTS = "/tinsmith/v1/import_parts"
 UPLOAD = "0123456789abcdef" * 2
-
-
-async def upload(client: Client, message: Any, **extra: str) -> Answer:
-    body = message if isinstance(message, bytes) else msgspec.msgpack.encode(message)
-    named = {name.replace("_", "-"): value for name, value in extra.items()}
-    headers = {"x-api-key": client.key, "content-type": "application/msgpack", **named}
-    return await client.server.request("POST", PATH, body, headers)
-
-
-async def saved(server: Server, client: Client) -> dict[str, Any]:
-    """The upload of a checkpoint that this server has written."""
-    session = await client.session()
-    model = await client.model(session)
-    await client.result(await client.post("forward_backward", forward_backward(model, 1)))
-    await client.result(await client.post("optim_step", optim_step(model, 2)))
-    await client.save(model, 3, "mine")
-    (row,) = await server.rows(CheckpointRow, "checkpoints_of_model", model_id=model)
-    files = {file.name: file.read_bytes() for file in Path(row.directory).iterdir()}
-    lora = msgspec.json.decode(row.lora)
-    facts = {name: lora[name] for name in ("rank", "alpha", "train_attn", "train_mlp", "train_unembed")}
-    return {"name": "back", "base_model": BASE, **facts, "files": files}
 
 
 async def continued(client: Client, path: str) -> Any:
@@ -132,18 +109,18 @@ def test_limits_and_scopes_hold(tmp_path: Path) -> None:
         async with serving(tmp_path / "full", disk_cap_bytes=1) as server:
             ann = await server.client("ann")
             assert (await upload(ann, message)).status == 200
-            assert "which is all this server allows" in (await upload(ann, message)).detail
+            assert "and this server allows" in (await upload(ann, message)).detail
 
     run(scenario())
 
 
-def test_files_that_are_not_what_they_say_are_refused_when_they_are_loaded(tmp_path: Path) -> None:
+def test_files_that_are_damaged_later_are_refused_when_they_are_loaded(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as server:
             ann = await server.client("ann")
-            message = await saved(server, ann)
-            message["files"] = {**message["files"], "adapter_model.safetensors": b"damaged"}
-            path = (await upload(ann, message)).json["path"]
+            path = (await upload(ann, await saved(server, ann))).json["path"]
+            (row,) = await server.rows(CheckpointRow, "checkpoint", path=path)
+            (Path(row.directory) / "adapter_model.safetensors").write_bytes(b"damaged")
             session = await ann.session()
             load = {"session_id": session, "model_seq_id": 0, "path": path, "optimizer": False}
             promise = await ann.post("load_weights", load)
@@ -183,26 +160,11 @@ def test_an_import_that_is_sent_again_counts_once(tmp_path: Path, in_parts: bool
             if not in_parts:
                 other = {**message, "files": {**message["files"], "optimizer.safetensors": b"other"}}
                 refused = await upload(ann, other, x_idempotency_key="one")
-                assert "it was sent before with other files" in refused.detail
+                assert "this key was sent before with other files" in refused.detail
                 own = await upload(ben, message, x_idempotency_key="one")
                 assert own.json["path"] != answers[0].json["path"], "keys are each user's own"
 
     run(scenario())
-
-
-async def send_parts(client: Client, name: str, files: dict[str, bytes], size: int = 1000) -> dict[str, str]:
-    """Files in parts, each of which is sent twice; their digests."""
-    for file, data in files.items():
-        for offset in range(0, max(1, len(data)), size):
-            for _ in range(2):
-                answer = await part_of(client, name, file, offset, data[offset : offset + size])
-                assert (answer.status, answer.json) == (200, {"size_bytes": min(len(data), offset + size)})
-    return {file: hashlib.sha256(data).hexdigest() for file, data in files.items()}
-
-
-async def part_of(client: Client, upload: str, file: str, offset: int | str, body: bytes) -> Answer:
-    query = f"?upload={upload}&file={file}&offset={offset}"
-    return await client.server.request("POST", PARTS + query, body, {"x-api-key": client.key})
 
 
 def test_an_adapter_larger_than_a_body_comes_in_parts(tmp_path: Path) -> None:
@@ -239,9 +201,9 @@ def test_an_upload_that_is_not_what_was_said_is_refused(tmp_path: Path) -> None:
             whole = {**facts, "upload": UPLOAD, "digests": digests}
             wrong = {**digests, "manifest.json": "0" * 64}
             for message, says in (
-                ({**whole, "digests": wrong}, "digests: manifest.json is not what was uploaded"),
+                ({**whole, "digests": wrong}, "digests: the SHA-256 of manifest.json differs from what was uploaded"),
                 ({**whole, "digests": {}}, "is missing (a checkpoint has"),
-                ({**whole, "files": files}, "files and upload: give one of them"),
+                ({**whole, "files": files}, "upload: give files or upload, not both"),
                 ({**whole, "digests": {**digests, "x": ""}}, "'x' is not one of them"),
             ):
                 answer = await upload(ann, message)
@@ -249,7 +211,7 @@ def test_an_upload_that_is_not_what_was_said_is_refused(tmp_path: Path) -> None:
                 assert says in answer.detail
             if "optimizer.safetensors" in digests:
                 less = {name: digest for name, digest in digests.items() if name != "optimizer.safetensors"}
-                assert "was uploaded, not" in (await upload(ann, {**whole, "digests": less})).detail
+                assert "and digests names" in (await upload(ann, {**whole, "digests": less})).detail
             assert "upload: nothing was uploaded" in (await upload(ben, whole)).detail, "it is Ann's"
             assert (await upload(ann, whole)).status == 200
 
@@ -259,7 +221,7 @@ def test_an_upload_that_is_not_what_was_said_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "file", "offset", "says"),
     [
-        ("short", "manifest.json", 0, "upload: must have 16 to 64 characters"),
+        ("short", "manifest.json", 0, "upload: the name must have 16 to 64 characters"),
         ("0" * 32, "../../etc/passwd", 0, "file: '../../etc/passwd' is not one of"),
         ("0" * 32, "manifest.json", 5, "offset: 5 is not between 0 and 0, where manifest.json ends"),
         ("0" * 32, "manifest.json", -1, "offset: -1 is not between 0 and 0"),

@@ -17,14 +17,14 @@ from support.in_process import (
 )
 from support.refusals import GOOD, PPO, bench, encoded, floats, ints
 
-from tinsmith.wire.json_codec import decode
-from tinsmith.wire.proto_training import encode_request
-from tinsmith.wire.training import ForwardBackwardRequest
+from tinsmith.wire.codecs.json_codec import decode
+from tinsmith.wire.codecs.proto_training import encode_request
+from tinsmith.wire.messages.training import ForwardBackwardRequest
 
 PASSES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "no data": ({"data": []}, 400, ("data: is empty",)),
     "an unknown loss": ({"loss_fn": "hinge"}, 422, ("loss_fn", "cross_entropy", "ppo")),
-    "a loss without a definition": ({"loss_fn": "stable_reinforce"}, 400, ("loss_fn", "not computed by this server")),
+    "a loss without a definition": ({"loss_fn": "stable_reinforce"}, 400, ("loss_fn", "not available on this server")),
     "an unknown option": (
         {"data": [PPO], "loss_fn": "ppo", "loss_fn_config": {"clip": 0.1}},
         400,
@@ -58,7 +58,7 @@ PASSES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "targets that are no integers": (
         {"data": [datum(1, 2, target_tokens=floats(1, 2))]},
         422,
-        ("data[0]", "loss_fn_inputs['target_tokens']", "token ids are integers", "float32"),
+        ("data[0]", "loss_fn_inputs['target_tokens']", "token ids must be int64", "float32"),
     ),
     "a shape that the data does not fill": (
         {"data": [datum(1, 2, target_tokens=ints(1, 2, shape=[3]))]},
@@ -117,8 +117,8 @@ PASSES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
         400,
         ("data[0].model_input.chunks[0]", "image_asset_pointer", "send encoded_text"),
     ),
-    "too many datums": ({"data": [GOOD] * 9}, 400, ("data: 9 datums", "limit 8")),
-    "too many tokens": ({"data": [datum(*range(8))] * 4}, 400, ("data: 32 tokens", "limit 30")),
+    "too many datums": ({"data": [GOOD] * 9}, 400, ("data: 9 datums", "the limit is 8")),
+    "too many tokens": ({"data": [datum(*range(8))] * 4}, 400, ("data: 32 tokens", "the limit is 30")),
     "a loss that was not uploaded": (
         {"loss_fn": "custom", "loss_fn_config": {"loss_id": "loss-none"}},
         404,
@@ -175,15 +175,26 @@ def test_protobuf_that_is_not_finite_or_is_cut_off(tmp_path: Path) -> None:
             answer = await made.client.post(
                 "forward_backward", body + b"\x1a\xff", content_type="application/x-protobuf"
             )
-            await made.check(answer, 422, ("ForwardBackwardRequest: cut off",))
+            await made.check(answer, 422, ("ForwardBackwardRequest: ends inside",))
 
     run(scenario())
 
 
 STEPS: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "a rate below 0": ({"adam_params": {"learning_rate": -1}}, 400, ("adam_params.learning_rate", "-1", "0 or more")),
-    "a beta of 1": ({"adam_params": {"beta1": 1.0}}, 400, ("adam_params.beta1", "1.0", "[0, 1)")),
-    "a negative eps": ({"adam_params": {"eps": -1e-9}}, 400, ("adam_params.eps", "-1e-09", "0 or more")),
+    "a beta of 1": ({"adam_params": {"beta1": 1.0}}, 400, ("adam_params.beta1", "1.0", "at least 0 and below 1")),
+    "a negative eps": ({"adam_params": {"eps": -1e-9}}, 400, ("adam_params.eps", "-1e-09", "above 0")),
+    "a rate that overflows": (
+        {"adam_params": {"learning_rate": 3e38}},
+        400,
+        ("learning_rate", "3e+38", "at most 1e+15"),
+    ),
+    "a decay that overflows": (
+        {"adam_params": {"weight_decay": 1e38}},
+        400,
+        ("weight_decay", "1e+38", "at most 1e+15"),
+    ),
+    "an eps of 0": ({"adam_params": {"eps": 0}}, 400, ("adam_params.eps", "0", "above 0")),
     "a rate that is not finite": ({"adam_params": {"learning_rate": math.nan}}, 422, ("adam_params.learning_rate",)),
     "a rate that is a text": ({"adam_params": {"learning_rate": "fast"}}, 422, ("adam_params.learning_rate",)),
     "no parameters": ({}, 422, ("adam_params or optimizer_params",)),
@@ -222,7 +233,7 @@ SAMPLES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
         400,
         ("sampling_params.max_tokens", "6 is more than the 5"),
     ),
-    "too many samples": ({"num_samples": 5}, 400, ("num_samples: 5 is more than 4",)),
+    "too many samples": ({"num_samples": 5}, 400, ("num_samples: 5 is more than the limit of 4",)),
     "no samples": ({"num_samples": 0}, 422, ("num_samples", "1")),
     "a negative temperature": (
         {"sampling_params": {"max_tokens": 1, "temperature": -1}},
@@ -234,9 +245,18 @@ SAMPLES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
         422,
         ("SampleRequest",),
     ),
-    "an odd top_p": ({"sampling_params": {"max_tokens": 1, "top_p": 0}}, 400, ("sampling_params.top_p", "(0, 1]")),
+    "an odd top_p": (
+        {"sampling_params": {"max_tokens": 1, "top_p": 0}},
+        400,
+        ("sampling_params.top_p", "above 0 and at most 1"),
+    ),
+    "the last logprobs of a prompt of which none are asked": (
+        {"prompt_logprobs_last_n": 1, "topk_prompt_logprobs": 2},
+        400,
+        ("prompt_logprobs_last_n: 1", "prompt_logprobs is not"),
+    ),
     "a stop of two kinds": ({"sampling_params": {"max_tokens": 1, "stop": [1, "x"]}}, 422, ("stop",)),
-    "no sampling session": ({"sampling_session_id": None}, 400, ("sampling_session_id: is missing",)),
+    "no sampling session": ({"sampling_session_id": None}, 400, ("sampling_session_id: missing",)),
 }
 
 

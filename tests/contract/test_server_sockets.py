@@ -15,25 +15,18 @@ import uvicorn
 from support.in_process import Server, run, serving
 from uvicorn.server import ServerState
 
-from tinsmith.server import sockets
-from tinsmith.server.exchange import ExchangeProtocol
-from tinsmith.server.sockets import MAX_HEAD_BYTES, TimedHttpProtocol
+from tinsmith.server.http import uvicorn_protocol
+from tinsmith.server.http.uvicorn_protocol import MAX_HEAD_BYTES, GuardedProtocol
 
 
-class Hasty(TimedHttpProtocol):
+class Hasty(GuardedProtocol):
     """Waits a little only, and longer than a busy machine needs between two pieces of a test."""
 
     head_s = 0.5
 
 
-class Offering(ExchangeProtocol):
-    """The protocol that servers run."""
-
-    head_s = 0.5
-
-
 @asynccontextmanager
-async def listening(server: Server, kind: type[TimedHttpProtocol] = Hasty) -> AsyncIterator[int]:
+async def listening(server: Server, kind: type[GuardedProtocol] = Hasty) -> AsyncIterator[int]:
     """The application behind real sockets; gives the port."""
     config = uvicorn.Config(server.app, http=kind, lifespan="off", log_config=None, ws="none")
     config.load()
@@ -155,7 +148,7 @@ def test_a_body_that_is_too_large_is_refused_with_a_reason_every_time(
     tmp_path: Path, path: str, connection: str
 ) -> None:
     async def scenario() -> None:
-        async with serving(tmp_path, max_body_bytes=1000) as server, listening(server, Offering) as port:
+        async with serving(tmp_path, max_body_bytes=1000) as server, listening(server) as port:
             ann = await server.client()
             head = f"POST {path} HTTP/1.1\r\nx-api-key: {ann.key}\r\nconnection: {connection}\r\n"
             for _ in range(10):
@@ -181,16 +174,12 @@ async def send_for_ever(writer: asyncio.StreamWriter, piece: bytes, pause_s: flo
         await asyncio.sleep(pause_s)
 
 
-@pytest.mark.parametrize("protocol", ["timed", "offering"])
-def test_a_client_that_goes_on_after_it_was_refused_is_cut_off(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: str
-) -> None:
-    monkeypatch.setattr(sockets, "LINGER_S", 0.2)
-    monkeypatch.setattr(sockets, "LINGER_BYTES", 100_000)
+def test_a_client_that_goes_on_after_it_was_refused_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uvicorn_protocol, "LINGER_S", 0.2)
+    monkeypatch.setattr(uvicorn_protocol, "LINGER_BYTES", 100_000)
 
     async def scenario() -> None:
-        kind = Hasty if protocol == "timed" else Offering
-        async with serving(tmp_path) as server, listening(server, kind) as port:
+        async with serving(tmp_path) as server, listening(server) as port:
             for piece, pause_s in ((b"z" * 1000, 0.02), (b"z" * 50_000, 0.0)):  # too long, too much
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(b"\x16\x03\x01 hello\r\n\r\n")
@@ -209,10 +198,10 @@ def test_large_bodies_do_not_count_as_heads(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as server, listening(server) as port:
             ann = await server.client()
-            body = msgspec.json.encode({"tags": ["x" * 3 * MAX_HEAD_BYTES]})
+            batch = {"events": [], "platform": "x", "sdk_version": "x", "session_id": "x"}
+            body = msgspec.json.encode(batch) + b" " * 3 * MAX_HEAD_BYTES
             head = (
-                f"POST /api/v1/create_session HTTP/1.1\r\nhost: x\r\nx-api-key: {ann.key}\r\n"
-                f"content-length: {len(body)}\r\n"
+                f"POST /api/v1/telemetry HTTP/1.1\r\nhost: x\r\nx-api-key: {ann.key}\r\ncontent-length: {len(body)}\r\n"
             ).encode()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             for split in (0, 1, 2, 3, 4):  # the end of the head arrives in two pieces
@@ -249,11 +238,9 @@ def test_what_is_not_http(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/api/v1/create_session", "/tinsmith/v1/sample_stream"])
-@pytest.mark.parametrize("protocol", ["timed", "offering"])
-def test_a_slow_body_is_cut_off_with_a_reason(tmp_path: Path, path: str, protocol: str) -> None:
+def test_a_slow_body_is_cut_off_with_a_reason(tmp_path: Path, path: str) -> None:
     async def scenario() -> None:
-        kind = Hasty if protocol == "timed" else Offering
-        async with serving(tmp_path, body_timeout_s=0.05) as server, listening(server, kind) as port:
+        async with serving(tmp_path, body_timeout_s=0.05) as server, listening(server) as port:
             ann = await server.client()
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(f"POST {path} HTTP/1.1\r\nx-api-key: {ann.key}\r\ncontent-length: 100\r\n\r\n{{".encode())

@@ -13,7 +13,7 @@ from support import store_rows as make
 from support.postgres import PostgresServer, free_port
 from support.stores import postgres_stores, run
 
-from tinsmith.errors import StorageFullError, StoreError, StoreUnavailableError
+from tinsmith.errors import StorageFullError, StoreError, StoreUnavailableError, UnstorableError
 from tinsmith.store.base import statement
 from tinsmith.store.postgres import PostgresStore, explained
 from tinsmith.store.rows import OrgRow, UsageRow
@@ -120,7 +120,7 @@ def test_patience_has_an_end_and_a_reason(postgres: PostgresServer) -> None:
                 "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
                 "WHERE datname = current_database() AND pid <> pg_backend_pid()"
             )
-        unreachable = rf"postgresql://127\.0\.0\.1:{proxy.port}/\w+: the database cannot be reached"
+        unreachable = rf"postgresql://127\.0\.0\.1:{proxy.port}/\w+: cannot connect to the database"
         with pytest.raises(StoreUnavailableError, match=unreachable) as caught:
             await store.write(statement("insert_org", make.org()))
         assert "hush" not in str(caught.value)
@@ -134,7 +134,7 @@ def test_patience_has_an_end_and_a_reason(postgres: PostgresServer) -> None:
 
 def test_a_server_that_is_not_there_is_named() -> None:
     port = free_port()
-    with pytest.raises(StoreUnavailableError, match=re.escape(f"127.0.0.1:{port}/x: the database cannot be reached")):
+    with pytest.raises(StoreUnavailableError, match=re.escape(f"127.0.0.1:{port}/x: cannot connect to the database")):
         run(postgres_stores(f"postgresql://127.0.0.1:{port}/x"), lambda store: store.size_bytes(), patience_s=0.1)
 
 
@@ -200,9 +200,9 @@ def test_a_commit_is_durable_whatever_the_servers_default_is(postgres: PostgresS
 @pytest.mark.parametrize(
     ("error", "kind", "text"),
     [
-        (psycopg.errors.DiskFull("disk"), StorageFullError, "x: no room for the database (disk). Free some"),
-        (psycopg.errors.ReadOnlySqlTransaction("ro"), StoreError, "Name the primary server, not a copy."),
-        (psycopg.errors.UndefinedTable("gone"), StoreError, "x: gone"),
+        (psycopg.errors.DiskFull("disk"), StorageFullError, "x: no space for the database (disk). Free some"),
+        (psycopg.errors.ReadOnlySqlTransaction("ro"), StoreError, "Give the address of the primary, not of a replica."),
+        (psycopg.errors.UndefinedTable("gone"), UnstorableError, "x: gone"),
     ],
 )
 def test_errors_of_postgres_by_their_kind(error: psycopg.Error, kind: type[StoreError], text: str) -> None:

@@ -9,21 +9,22 @@ from support import store_rows as make
 from support.stores import AnyStore, MakeStore, run
 
 from tinsmith.errors import ConstraintError
-from tinsmith.server.lifetimes import ModelIdRow, SessionIdRow
-from tinsmith.server.spending import StoredRow
+from tinsmith.server.ops.spending import StoredRow
+from tinsmith.server.ops.sweeper import ModelIdRow, SessionIdRow
 from tinsmith.store import rows
 from tinsmith.store.base import Row, Value, statement
 
 
 class Directory(Row, frozen=True, kw_only=True):
-    snapshot_directory: str
+    model_id: str
+    snapshot_directory: str | None
 
 
 ROUND_TRIPS: list[tuple[Row, str, str, dict[str, Value]]] = [
     (make.org(), "insert_org", "org", {"org_id": "org-1"}),
     (make.user(), "insert_user", "user", {"user_id": "user-1"}),
     (make.user(email=None), "insert_user", "user", {"user_id": "user-1"}),
-    (make.project(), "insert_project", "project", {"project_id": "project-1"}),
+    (make.project(), "insert_project", "project", {"org_id": "org-1", "project_id": "project-1"}),
     (make.key(), "insert_key", "key", {"key_id": 1}),
     (make.key(project_id=None, expires_at=None, tokens_per_day=None), "insert_key", "keys", {}),
     (make.session(), "insert_session", "session", {"session_id": "session-1"}),
@@ -89,9 +90,16 @@ def test_keys(make_store: MakeStore) -> None:
 
 
 LISTS = [
-    ("insert_session", make.session, rows.SessionRow, "sessions", "session_id", ("org", "user")),
-    ("insert_model", make.model, rows.ModelRow, "models", "model_id", ("org", "user", "org_project")),
-    ("put_checkpoint", make.checkpoint, rows.CheckpointRow, "checkpoints", "name", ("user",)),
+    ("insert_session", make.session, rows.SessionRow, "sessions", "session_id", ("org", "user", "user_in_project")),
+    (
+        "insert_model",
+        make.model,
+        rows.ModelRow,
+        "models",
+        "model_id",
+        ("org", "user", "org_in_project", "user_in_project"),
+    ),
+    ("put_checkpoint", make.checkpoint, rows.CheckpointRow, "checkpoints", "name", ("user", "user_in_project")),
 ]
 
 
@@ -110,13 +118,19 @@ def test_lists_are_newest_first_in_pages_with_a_count(
             await store.write(statement(insert, maker(name, created_at=created_at)))
         await store.write(statement(insert, maker("other", org_id="o", user_id="u", project_id="p")))
         listed = []
-        owners = {f"{kind}_id": f"{kind}-1" for kind in owner.split("_")}
+        kind, _, project = owner.partition("_in_")
+        owners: dict[str, Value] = {"org_id": "org-1", "project_id": f"{project}-1" if project else None}
+        if project:
+            await store.write(statement(insert, maker("elsewhere", project_id="project-2")))
+            await store.write(statement(insert, maker("nowhere", project_id=None)))
+        if kind == "user":
+            owners["user_id"] = "user-1"
         for offset in (0, 2, 4, 6):
-            page = await store.read(row_type, f"{table}_of_{owner}", **owners, limit=2, offset=offset)
+            page = await store.read(row_type, f"{table}_of_{kind}", **owners, limit=2, offset=offset)
             listed += [getattr(row, key) for row in page]
         assert listed == ["d", "c", "b", "B", "a"]
         if table != "sessions":  # whose list has no total in the protocol
-            counted = await store.read(rows.CountRow, f"count_{table}_of_{owner}", **owners)
+            counted = await store.read(rows.CountRow, f"count_{table}_of_{kind}", **owners)
             assert counted == [rows.CountRow(count=5)]
 
     run(make_store, scenario)
@@ -151,7 +165,13 @@ def test_sessions_before_a_moment_are_newest_first(make_store: MakeStore) -> Non
         await store.write(statement("insert_session", make.session("other", org_id="org-2", created_at=1.0)))
         for before, offset, names in ((math.inf, 0, "dcba"), (3.0, 0, "cba"), (3.0, 1, "ba"), (1.0, 0, "")):
             found = await store.read(
-                rows.SessionRow, "sessions_before", org_id="org-1", before=before, limit=9, offset=offset
+                rows.SessionRow,
+                "sessions_before",
+                org_id="org-1",
+                project_id=None,
+                before=before,
+                limit=9,
+                offset=offset,
             )
             assert [row.session_id for row in found] == list(names)
 
@@ -180,7 +200,11 @@ def test_models(make_store: MakeStore) -> None:
         await store.write(statement("set_model_fingerprint", model_id="a", fingerprint='{"cpu": "x"}'))
         [moved] = await store.read(rows.ModelRow, "model", model_id="a")
         assert (moved.notice, moved.fingerprint) == ("moved", '{"cpu": "x"}')
-        assert await store.read(Directory, "snapshot_directories") == [Directory(snapshot_directory="/5")]
+        directories = await store.read(Directory, "snapshot_directories")
+        assert [(row.model_id, row.snapshot_directory) for row in directories if row.model_id in found] == [
+            ("a", "/5"),
+            ("b", None),
+        ]
         assert await store.write(statement("unload_models_of_session", session_id="session-1")) == 2
         assert [row.model_id for row in await store.read(rows.ModelRow, "models_live")] == ["c"]
         await store.write(statement("set_model_state", model_id="a", state="live"))
@@ -214,8 +238,8 @@ def test_job_states_and_queues(make_store: MakeStore) -> None:
         assert (await store.read(rows.JobRow, "job", request_id="a:8"))[0].state == "done"
         queued = await store.read(rows.JobRow, "jobs_queued")
         assert [row.request_id for row in queued] == ["a:9", "a:10", "b:1", "c:5"]
-        heads = await store.read(rows.JobHeadRow, "job_heads_of_session", session_id="session-1")
-        assert [row.request_id for row in heads] == ["b:1", "c:5", "a:7", "a:8", "a:9", "a:10"]
+        heads = await store.read(rows.JobHeadRow, "job_heads_of_session", session_id="session-1", limit=9)
+        assert [row.request_id for row in heads] == ["a:10", "a:9", "a:8", "a:7", "c:5", "b:1"]
 
     run(make_store, scenario)
 
@@ -260,7 +284,7 @@ def test_the_first_result_stays(make_store: MakeStore) -> None:
         await store.write(statement("insert_job", make.job()))
         assert await store.write(statement("insert_result", make.result())) == 1
         assert await store.write(statement("insert_result", make.result(body=b"other"))) == 0
-        (head,) = await store.read(rows.ResultHeadRow, "result_heads_of_session", session_id="session-1")
+        (head,) = await store.read(rows.ResultHeadRow, "result_heads_of_session", session_id="session-1", limit=9)
         assert (head.encoding, head.size_bytes) == ("protobuf", 8)
         assert await store.read(rows.SizeRow, "result_bytes") == [rows.SizeRow(size_bytes=8)]
 
@@ -283,8 +307,10 @@ def test_pruning_takes_all_of_a_session_that_ended_long_ago(make_store: MakeStor
         assert await store.read(SessionIdRow, "sessions_to_prune", **before) == []
         for name in sessions:
             left = 0 if name == "old" else 3
-            assert len(await store.read(rows.JobHeadRow, "job_heads_of_session", session_id=name)) == left
-            assert len(await store.read(rows.ResultHeadRow, "result_heads_of_session", session_id=name)) == left
+            assert len(await store.read(rows.JobHeadRow, "job_heads_of_session", session_id=name, limit=9)) == left
+            assert (
+                len(await store.read(rows.ResultHeadRow, "result_heads_of_session", session_id=name, limit=9)) == left
+            )
             found = await store.read(rows.CustomLossRow, "custom_loss", loss_id=f"{name}-loss")
             assert len(found) == (0 if name == "old" else 1)
 

@@ -33,7 +33,7 @@ BROKEN = Migration(NEXT.number, "broken", (*NEXT.statements, "CREATE TABLE orgs 
 KEPT: list[tuple[Row, str, dict[str, Value]]] = [
     (make.org(), "org", {"org_id": "org-1"}),
     (make.user(), "user", {"user_id": "user-1"}),
-    (make.project(), "project", {"project_id": "project-1"}),
+    (make.project(), "project", {"org_id": "org-1", "project_id": "project-1"}),
     (make.key(), "key", {"key_id": 1}),
     (make.session(), "session", {"session_id": "session-1"}),
     (make.model(), "model", {"model_id": "model-1"}),
@@ -194,7 +194,7 @@ def test_a_steps_file_is_split_into_statements() -> None:
     assert parse_migration("0002_more.sql", text) == Migration(
         2, "more", ("CREATE TABLE a (x TEXT)", "INSERT INTO a VALUES ('one;two')")
     )
-    with pytest.raises(ValueError, match=r"migrations/2-more\.sql: the name must be like"):
+    with pytest.raises(ValueError, match=r"migrations/2-more\.sql: must be named like"):
         parse_migration("2-more.sql", text)
 
 

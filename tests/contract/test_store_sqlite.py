@@ -17,7 +17,7 @@ import pytest
 from support import store_rows as make
 from support.stores import run, sqlite_stores
 
-from tinsmith.errors import ConstraintError, StorageFullError, StoreError, StoreUnavailableError
+from tinsmith.errors import ConstraintError, StorageFullError, StoreError, StoreUnavailableError, UnstorableError
 from tinsmith.store.base import statement
 from tinsmith.store.memory import MemoryStore
 from tinsmith.store.rows import CountRow, JobRow, OrgRow
@@ -124,7 +124,7 @@ def test_a_full_database_refuses_and_goes_on_when_there_is_room(tmp_path: Path) 
         stored = outcomes.count(1)
         assert 5 <= stored < 20
         assert len(full) == 20 - stored
-        assert "tinsmith.db: no room for the database" in str(full[0])
+        assert "tinsmith.db: no space for the database" in str(full[0])
         assert "Free some on its disk" in str(full[0])
         assert len(await store.read(JobRow, "jobs_of_lane_after", lane="model-1", seq=-1, limit=99)) == stored
         await store.write(statement("prune_journal", lane="model-1", seq=99))
@@ -152,7 +152,7 @@ def test_a_locked_database_is_reported_and_can_still_be_read(tmp_path: Path) -> 
         await store.write(statement("insert_org", make.org()))
         other = sqlite3.connect(store.path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
-        with pytest.raises(StoreUnavailableError, match=r"tinsmith\.db: another process holds the lock"):
+        with pytest.raises(StoreUnavailableError, match=r"tinsmith\.db: another process has locked the database"):
             await store.write(statement("insert_org", make.org("locked out")))
         assert await store.read(OrgRow, "orgs") == [make.org()]
         other.execute("ROLLBACK")
@@ -175,8 +175,8 @@ def test_a_read_only_database_is_named_with_what_to_do(tmp_path: Path) -> None:
     error = explained(read_only_error(tmp_path / "a.db"), "/data/a.db")
     assert type(error) is StoreError
     assert str(error) == (
-        "/data/a.db: attempt to write a readonly database. The file or its folder cannot be written: check owner, mode "
-        "and how it is mounted."
+        "/data/a.db: attempt to write a readonly database. The file or its directory is not writable: check its "
+        "owner, mode and mount options."
     )
 
 
@@ -185,11 +185,12 @@ def test_a_read_only_database_is_named_with_what_to_do(tmp_path: Path) -> None:
     [
         (sqlite3.SQLITE_FULL, StorageFullError, "Free some on its disk"),
         (sqlite3.SQLITE_IOERR_SHMSIZE, StorageFullError, "Free some on its disk"),
-        (sqlite3.SQLITE_BUSY_SNAPSHOT, StoreUnavailableError, "another process holds the lock"),
+        (sqlite3.SQLITE_BUSY_SNAPSHOT, StoreUnavailableError, "another process has locked the database"),
         (sqlite3.SQLITE_CONSTRAINT_UNIQUE, ConstraintError, "boom"),
         (sqlite3.SQLITE_IOERR_FSYNC, StoreError, "its file system failed"),
-        (sqlite3.SQLITE_CORRUPT, StoreError, "put back a copy"),
-        (sqlite3.SQLITE_ERROR, StoreError, "/data/a.db: boom"),
+        (sqlite3.SQLITE_CORRUPT, StoreError, "restore a backup"),
+        (sqlite3.SQLITE_ERROR, UnstorableError, "/data/a.db: boom"),
+        (sqlite3.SQLITE_TOOBIG, UnstorableError, "/data/a.db: boom"),
         (None, StoreError, "/data/a.db: boom"),
     ],
 )
@@ -204,7 +205,7 @@ def test_errors_of_sqlite_by_their_code(code: int | None, kind: type[StoreError]
 
 def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tinsmith.db").write_bytes(b"not a database at all" * 100)
-    with pytest.raises(StoreError, match="not a SQLite database: name another path"):
+    with pytest.raises(StoreError, match="not a SQLite database: give another path"):
         run(sqlite_stores(tmp_path), lambda store: store.size_bytes())
 
 
@@ -218,11 +219,22 @@ def test_a_path_that_cannot_be_is_refused(tmp_path: Path) -> None:
         run(lambda: SqliteStore(tmp_path), lambda store: store.size_bytes())
 
 
+def test_what_is_acknowledged_is_on_the_disk_not_only_in_its_cache(tmp_path: Path) -> None:
+    """A killed process loses nothing with less, so only the setting itself shows what a lost machine would lose."""
+    connection = SqliteStore(tmp_path / "db.sqlite")._connect()
+    try:
+        asked = {name: connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("synchronous", "journal_mode")}
+        assert asked == {"synchronous": 2, "journal_mode": "wal"}, "FULL, not NORMAL: a commit waits for the disk"
+    finally:
+        connection.close()
+
+
 def test_the_files_are_for_their_owner_alone(tmp_path: Path) -> None:
     async def scenario(store: SqliteStore) -> None:
         await store.write(statement("insert_org", make.org()))
         modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "new").iterdir()}
-        assert modes == dict.fromkeys(("tinsmith.db", "tinsmith.db-wal", "tinsmith.db-shm"), 0o600)
+        names = ("tinsmith.db", "tinsmith.db-wal", "tinsmith.db-shm", "tinsmith.db-reserve")
+        assert modes == dict.fromkeys(names, 0o600)
 
     run(sqlite_stores(tmp_path / "new"), scenario)
 

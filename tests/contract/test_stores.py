@@ -39,6 +39,7 @@ INTEGERS = {
     "since_hour",
     "size_bytes",
     "snapshot_seq",
+    "generation",
     "step",
     "storage",
     "stride",
@@ -257,8 +258,8 @@ def test_groups_are_bounded_in_bytes(make_store: MakeStore) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"name": "a\0b"}, "name: text with a NUL character"),
-        ({"name": "a\ud800"}, "name: character 1 is half of a surrogate pair"),
+        ({"name": "a\0b"}, "name: a string with a NUL character"),
+        ({"name": "a\ud800"}, "name: character 1 is a lone surrogate"),
         ({"created_at": float("nan")}, "created_at: NaN cannot be stored"),
         ({"created_at": 2**63}, "created_at: 9223372036854775808 does not fit into 64 bits"),
     ],
@@ -276,9 +277,9 @@ def test_values_that_some_engine_would_change_are_refused(
 
 def test_mistakes_in_names_are_named(make_store: MakeStore) -> None:
     async def scenario(store: AnyStore) -> None:
-        with pytest.raises(StoreError, match="there is no statement 'inser_org'"):
+        with pytest.raises(StoreError, match="has no statement 'inser_org'"):
             await store.write(statement("inser_org", make.org()))
-        with pytest.raises(StoreError, match="statement org: parameter 'org_id' was not given; it needs org_id"):
+        with pytest.raises(StoreError, match="statement org: parameter 'org_id' is missing; it needs org_id"):
             await store.read(OrgRow, "org", org="org-1")
 
     run(make_store, scenario)
@@ -338,7 +339,7 @@ def test_closing_finishes_what_was_queued(make_lasting_store: MakeStore) -> None
 
 def test_a_store_that_is_not_open_says_so(make_store: MakeStore) -> None:
     async def scenario(store: AnyStore) -> None:
-        with pytest.raises(StoreError, match="open already"):
+        with pytest.raises(StoreError, match="already open"):
             await store.open()
         await store.close()
         await store.close()
@@ -353,7 +354,8 @@ def test_size_grows_with_what_is_kept(make_store: MakeStore) -> None:
     async def scenario(store: AnyStore) -> None:
         before = await store.size_bytes()
         await store.write(statement("insert_job", make.job(job=random.Random(1).randbytes(2 * 2**20))))
-        assert await store.size_bytes() >= before + 2 * 2**20
+        freed = 64 * 1024  # pages that steps of the schema left free are used first
+        assert await store.size_bytes() >= before + 2 * 2**20 - freed
 
     run(make_store, scenario)
 

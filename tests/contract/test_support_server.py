@@ -34,8 +34,8 @@ from support.tinker_server import (
     TinkerServer,
 )
 
-from tinsmith.wire import proto_outputs
-from tinsmith.wire.routes import PREFIX, ROUTES
+from tinsmith.wire.codecs import proto_outputs
+from tinsmith.wire.routes.table import PREFIX, ROUTES
 
 REFUSED_ON_PURPOSE = {
     "no data": "ValueError",

@@ -28,13 +28,13 @@ def test_a_curve_outlives_everything_else_of_its_run(tmp_path: Path, eventually:
             before = cli.json("run", "plot", run)["steps"]
             assert len(before) == STEPS
         cli("session", "finish", run.partition(":")[0], "-y")
-        eventually(lambda: "gone, as are the results" in cli("run", "info", run), 20)
+        eventually(lambda: "deleted, with the results" in cli("run", "info", run), 20)
         server.terminate()
         server.start()
         assert cli.json("run", "plot", run)["steps"] == before
         lines = cli("run", "watch", run).splitlines()
         assert [line.split()[1] for line in lines[:-1]] == ["1", "2", "3", "4"]
-        assert lines[-1].startswith("the run has ended")
+        assert lines[-1].startswith("run ended")
         shown = cli("run", "info", run)
         loss = before[-1]["metrics"]["loss"]
         assert f"{STEPS}, loss {loss:.4g} (" in shown

@@ -15,7 +15,7 @@ from support.cli_run import Cli
 
 import tinsmith
 from tinsmith import AdamParams, Datum, ModelInput
-from tinsmith.client import extensions
+from tinsmith.client.connection import own_endpoints
 from tinsmith.engine.models.tiny import make_tiny
 
 TOKENS = [11, 12, 13, 41, 42, 43, 44, 45]
@@ -71,7 +71,7 @@ def test_an_adapter_that_peft_loads(world: World, tmp_path: Path) -> None:
     assert with_adapter == pytest.approx(world.logprobs, abs=1e-4)
     assert logprobs_of_transformers(world.base) != pytest.approx(world.logprobs, abs=1e-2)
     problem = world.cli.fails("checkpoint", "export", world.path, "--out", str(tmp_path / "peft"))
-    assert "exists already; use --force" in problem
+    assert "already exists; use --force" in problem
     world.cli("checkpoint", "export", world.sampler, "--out", str(tmp_path / "peft"), "--force")
 
 
@@ -96,7 +96,7 @@ def test_a_gguf_file_that_the_engine_loads(world: World, tmp_path: Path) -> None
 def test_exports_that_cannot_be_made(world: World, tmp_path: Path) -> None:
     out = ("--out", str(tmp_path / "x"))
     unknown = world.cli.fails("checkpoint", "export", world.path, "--to", "merged", *out)
-    assert "the base model is needed to merge: 'tiny' is neither a directory" in unknown
+    assert "merging needs the base model: 'tiny' is neither a directory" in unknown
     absent = world.path.replace("/one", "/none")
     assert "does not exist" in world.cli.fails("checkpoint", "export", absent, *out)
     assert "is not one of 'peft', 'merged', 'gguf'" in world.cli.fails(
@@ -124,17 +124,17 @@ def test_an_exported_adapter_comes_back(world: World, tmp_path: Path) -> None:
     assert "other" in wrong
 
 
-@pytest.mark.parametrize("part_bytes", [extensions.PART_BYTES, 5000], ids=["at once", "in parts"])
+@pytest.mark.parametrize("part_bytes", [own_endpoints.PART_BYTES, 5000], ids=["at once", "in parts"])
 def test_a_download_comes_back_with_its_optimizer(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
-    monkeypatch.setattr(extensions, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(own_endpoints, "PART_BYTES", part_bytes)
     place = world.cli.json("checkpoint", "download", world.path, "-o", str(tmp_path))["destination"]
     answer = world.cli.json("checkpoint", "import", place)
     assert (answer["base_model"], answer["lora_rank"]) == ("tiny", 8)
     assert logprobs_from(world, answer["path"]) == world.logprobs
     (Path(place) / "adapter_config.json").write_text("{}")
-    assert "its SHA-256 differs" in world.cli.fails("checkpoint", "import", place)
+    assert "its SHA-256 is not the manifest's" in world.cli.fails("checkpoint", "import", place)
 
 
 def test_an_adapter_that_does_not_fit_is_deleted_again(world: World, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_an_adapter_that_does_not_fit_is_deleted_again(world: World, tmp_path: P
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     before = world.cli.json("checkpoint", "list", "--limit", "0")
     problem = world.cli.fails("checkpoint", "import", str(adapter), "--base", str(other))
-    assert "the server cannot load it, and has deleted it again" in problem
+    assert "the server cannot load the checkpoint, so it was deleted again" in problem
     assert "has shape" in problem
     assert world.cli.json("checkpoint", "list", "--limit", "0") == before
 

@@ -13,7 +13,7 @@ from support.cli_run import Cli
 from support.server_process import ServerProcess
 
 from tinsmith import AdamParams, Datum, ModelInput, RestClient, ServiceClient, TrainingClient
-from tinsmith.cli import checkpoint_files
+from tinsmith.cli.checkpoint import download
 
 MODEL = "tinsmith/arithmetic"
 DATUM = Datum(ModelInput.from_ints([1, 2, 3]), {"target_tokens": [2, 3, 4], "weights": [1.0] * 3})
@@ -97,18 +97,18 @@ def test_deleting_by_run_and_filters(cli: Cli, training: TrainingClient, rest: R
     run = training.model_id
     of_run = ("checkpoint", "delete", "--run-id", run)
     trial = cli.run(*of_run, "--type", "weights", "--dry-run")
-    assert trial.stdout == "2 checkpoint(s) would be deleted\n"
+    assert trial.stdout == "2 checkpoints would be deleted\n"
     assert f"tinker://{run}/weights/a" in trial.stderr
     assert cli.json(*of_run, "--before", "2020-01-01", "--dry-run") == {"would_delete": []}
     assert cli.json(*of_run, "--before", between, "--dry-run") == {"would_delete": []}
     assert len(cli.json(*of_run, "--after", between, "--dry-run")["would_delete"]) == 3
     declined = cli.run(*of_run, given="n\n")
     assert (declined.exit_code, declined.stdout) == (0, "")
-    assert "Delete 3 checkpoint(s) for good?" in declined.stderr
+    assert "Delete 3 checkpoints permanently?" in declined.stderr
     assert "Nothing was changed." in declined.stderr
-    assert "nobody is there to answer; give --yes" in cli.fails(*of_run, given="")
+    assert "cannot ask for confirmation: stdin is not a terminal; pass --yes" in cli.fails(*of_run, given="")
     assert len(names(rest, run)) == 3
-    assert cli(*of_run, "--type", "weights", given="y\n").endswith("deleted 2 checkpoint(s)\n")
+    assert cli(*of_run, "--type", "weights", given="y\n").endswith("deleted 2 checkpoints\n")
     assert names(rest, run) == ["sampler_weights/c"]
     assert cli.json(*of_run, "-y") == {"deleted_count": 1, "failed": []}
     assert cli.json(*of_run, "-y") == {"deleted_count": 0, "failed": []}
@@ -117,12 +117,12 @@ def test_deleting_by_run_and_filters(cli: Cli, training: TrainingClient, rest: R
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        ((), 2, "give the paths of checkpoints, or --run-id RUN"),
-        (("tinker://a/weights/b", "--run-id", "a"), 2, "give the paths of checkpoints, or --run-id RUN"),
-        (("tinker://a/weights/b", "--type", "weights"), 2, "go with --run-id"),
-        (("--run-id", "a", "--before", "soon"), 2, "'soon' is not a date or time in ISO form"),
+        ((), 2, "pass either checkpoint paths or --run-id RUN"),
+        (("tinker://a/weights/b", "--run-id", "a"), 2, "pass either checkpoint paths or --run-id RUN"),
+        (("tinker://a/weights/b", "--type", "weights"), 2, "need --run-id"),
+        (("--run-id", "a", "--before", "soon"), 2, "'soon' is not an ISO 8601 date or time"),
         (("--run-id", "a", "--type", "samplers"), 2, "is not one of 'weights'"),
-        (("nonsense", "-y"), 1, "it must begin with tinker://"),
+        (("nonsense", "-y"), 1, "it must start with tinker://"),
         (("--run-id", "a", "-y"), 1, "does not exist"),
     ],
 )
@@ -149,7 +149,7 @@ def test_downloads(cli: Cli, training: TrainingClient, tmp_path: Path, kind: str
     assert {"adapter_model.safetensors", "adapter_config.json", "manifest.json"} <= set(files)
     assert ("optimizer.safetensors" in files) == (kind == "weights")
     assert [item.name for item in (tmp_path / "out").iterdir()] == [place.name]
-    assert "exists already; use --force" in cli.fails("checkpoint", "download", path, "-o", str(tmp_path / "out"))
+    assert "already exists; use --force" in cli.fails("checkpoint", "download", path, "-o", str(tmp_path / "out"))
     (place / "adapter_config.json").write_text("damaged")
     cli("checkpoint", "download", path, "-o", str(tmp_path / "out"), "--force")
     assert (place / "adapter_config.json").read_text() != "damaged"
@@ -163,7 +163,7 @@ def test_a_download_that_is_not_what_was_written_is_not_handed_out(
     place.mkdir()
     (place / "adapter_model.safetensors").write_bytes(b"from another time")
     problem = cli.fails("checkpoint", "download", path, "-o", str(tmp_path))
-    assert "is not what the server wrote: its SHA-256 differs" in problem
+    assert "is damaged: its SHA-256 is not the manifest's" in problem
     assert not (tmp_path / f"{training.model_id}_weights_one").exists()
     for missing in ("gone", "gone/x"):
         assert cli.fails("checkpoint", "download", f"tinker://{training.model_id}/weights/{missing}")
@@ -172,14 +172,14 @@ def test_a_download_that_is_not_what_was_written_is_not_handed_out(
 def test_what_a_manifest_must_say(tmp_path: Path) -> None:
     from tinsmith.errors import DamagedCheckpointError
 
-    checkpoint_files.check_manifest(tmp_path)  # a server that writes none
+    download.check_manifest(tmp_path)  # a server that writes none
     for content in ("{", "[]", '{"files": 3}', '{"files": {"a": {"bytes": 1}}}'):
         (tmp_path / "manifest.json").write_text(content)
-        with pytest.raises(DamagedCheckpointError, match=r"manifest\.json cannot be read"):
-            checkpoint_files.check_manifest(tmp_path)
+        with pytest.raises(DamagedCheckpointError, match=r"cannot read .*manifest\.json"):
+            download.check_manifest(tmp_path)
     (tmp_path / "manifest.json").write_text(json.dumps({"files": {"a": "0" * 64}}))
     with pytest.raises(DamagedCheckpointError, match="is missing"):
-        checkpoint_files.check_manifest(tmp_path)
+        download.check_manifest(tmp_path)
 
 
 def test_pushing_needs_a_hub_that_knows_the_user(cli: Cli, training: TrainingClient, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ class Hub:
 
 def test_what_is_pushed(cli: Cli, training: TrainingClient, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub()
-    monkeypatch.setattr(checkpoint_files, "_hub", lambda: hub)
+    monkeypatch.setattr(download, "_hub", lambda: hub)
     path = training.save_state("one").result().path
     assert cli("checkpoint", "push-hf", path) == f"https://huggingface.co/{hub.calls[0][1]['repo_id']}\n"
     (_, made), (_, pushed) = hub.calls
@@ -256,7 +256,7 @@ def test_a_run_is_ended(cli: Cli, training: TrainingClient) -> None:
 
 def test_a_session_is_finished(cli: Cli, training: TrainingClient) -> None:
     session = training.model_id.partition(":")[0]
-    assert "with its 1 training runs?" in cli.run("session", "finish", session, given="n\n").stderr
+    assert "and its 1 training run?" in cli.run("session", "finish", session, given="n\n").stderr
     cli("session", "finish", session, "-y", "--reason", "errored", "--detail", "enough")
     assert cli.json("session", "info", session)["status"] == "finished (errored)"
     assert "does not exist" in cli.fails("session", "finish", "nope", "-y")
@@ -273,7 +273,7 @@ def test_watching_ends_with_the_run(cli: Cli, training: TrainingClient) -> None:
     cli("run", "kill", training.model_id, "-y")
     rest, problem = watching.communicate(timeout=30)
     assert (watching.returncode, rest, problem) == (0, "", "")
-    assert cli("run", "watch", training.model_id).splitlines()[-1] == "the run has ended (unloaded)"
+    assert cli("run", "watch", training.model_id).splitlines()[-1] == "run ended (unloaded)"
 
 
 def test_ctrl_c_ends_a_watch_with_130(cli: Cli, training: TrainingClient) -> None:

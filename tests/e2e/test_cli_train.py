@@ -72,7 +72,7 @@ def test_a_run_that_was_interrupted_goes_on_exactly(env: dict[str, str]) -> None
     options = ("train", "chats.jsonl", *SPEED, "--epochs", "4", "--save-every", "20", "--eval-split", "0.2")
     whole = run(*options, "--out", "whole")
     assert whole.exit_code == 0, whole.output
-    assert "step 20: saved, held-out loss" in whole.output
+    assert "step 20: checkpoint saved, held-out loss" in whole.output
     assert "tinsmith chat --checkpoint tinker://" in whole.output
     assert losses("whole")[-1] < losses("whole")[0] / 2
     assert "<svg" in Path("whole/report.html").read_text()
@@ -80,8 +80,8 @@ def test_a_run_that_was_interrupted_goes_on_exactly(env: dict[str, str]) -> None
     with Terminal([*TINSMITH, *options, "--out", "parts"], env) as terminal:
         terminal.wait_for(r"loss \d")
         terminal.type(CTRL_C)
-        terminal.wait_for("again to leave at once")
-        terminal.wait_for("Go on with:")
+        terminal.wait_for("Press Ctrl-C again to quit")
+        terminal.wait_for("Resume with:")
         assert terminal.end() == 130
         assert "tinsmith train chats.jsonl --out parts" in terminal.shown
     state = json.loads(Path("parts/state.json").read_text())
@@ -90,13 +90,13 @@ def test_a_run_that_was_interrupted_goes_on_exactly(env: dict[str, str]) -> None
 
     rest = run("train", "chats.jsonl", "--out", "parts", "--resume")
     assert rest.exit_code == 0, rest.output
-    assert f"going on after step {state['step']} of 40" in rest.output
+    assert f"resuming after step {state['step']} of 40" in rest.output
     assert losses("parts") == losses("whole")
     assert weights("parts") == weights("whole")
 
     again = run("train", "chats.jsonl", "--out", "parts", "--format", "json")
     assert again.exit_code == 0, again.output
-    assert "this run is done (40 steps)" in again.stderr
+    assert "is finished (40 steps)" in again.stderr
     assert json.loads(again.stdout)["step"] == 40
 
     state = json.loads(Path("parts/state.json").read_text())
@@ -126,7 +126,7 @@ def test_preferences_are_learned_and_a_full_disk_loses_nothing(env: dict[str, st
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
     )
     assert short.returncode == 1, short.stderr
-    assert "metrics.jsonl cannot be written: File too large" in short.stderr
+    assert "metrics.jsonl: File too large" in short.stderr
     state = json.loads(Path("parts/state.json").read_text())
     assert f"Saved up to step {state['step']} of 24" in short.stderr
     assert 0 < state["step"] < 24
@@ -171,25 +171,25 @@ def test_what_does_not_fit_is_refused_or_cut_by_name() -> None:
     refused = run("train", "chats.jsonl")
     assert refused.exit_code == 1
     assert "chats.jsonl:2: " in refused.stderr
-    assert "do not fit the model's context of 256; shorten it, or cut with --truncate" in refused.stderr
+    assert "more than the model's context of 256; shorten it, or use --truncate" in refused.stderr
     cut = run("train", "chats.jsonl", "--truncate", "--epochs", "1", "--rank", "4")
     assert cut.exit_code == 0, cut.output
-    assert "cut to 256 tokens: 1 of 3 (lines 2)" in cut.output
+    assert "truncated 1 of 3 to 256 tokens (lines 2)" in cut.output
 
     Path("chats.jsonl").write_text(Path("chats.jsonl").read_text().replace("a0", "b0"))
     changed = run("train", "chats.jsonl")
     assert changed.exit_code == 1
-    assert "chats.jsonl is not the data that the run in chats-run began with" in changed.stderr
+    assert "the run in chats-run was started with different data" in changed.stderr
     assert "another --out" in changed.stderr
     other = run("train", "chats.jsonl", "--out", "chats-run", "--rank", "8")
-    assert "began with rank 4, and --rank now says 8" in other.stderr
+    assert "was started with rank 4, not 8; omit --rank" in other.stderr
 
 
 @pytest.mark.parametrize(
     ("line", "options", "message"),
     [
         ("{", (), "bad.jsonl:2: not valid JSON"),
-        ("[1]", (), "bad.jsonl:2: needs 'messages' (a chat), or 'prompt' and 'completion' (texts); this is a list"),
+        ("[1]", (), "bad.jsonl:2: needs 'messages' (a chat), or 'prompt' and 'completion' (strings); this is a list"),
         ('{"prompt": "x", "chosen": "a", "rejected": "b"}', (), "bad.jsonl:2: needs"),
         ('{"messages": [{"role": "user"}]}', (), "bad.jsonl:2: messages[0] needs 'role' and 'content'"),
         ('{"prompt": "x", "chosen": "a", "rejected": "a"}', ("--dpo",), "bad.jsonl:2: 'chosen' and 'rejected' are the"),
@@ -207,10 +207,10 @@ def test_a_bad_line_is_named(line: str, options: tuple[str, ...], message: str) 
 
 
 def test_what_is_not_there_is_said() -> None:
-    assert "none.jsonl cannot be read: No such file" in run("train", "none.jsonl").stderr
+    assert "cannot read none.jsonl: No such file" in run("train", "none.jsonl").stderr
     write("chats.jsonl", chats(2))
-    assert "holds no run to go on with" in run("train", "chats.jsonl", "--resume").stderr
-    assert "no trainable model 'huge' (it has: tiny)" in run("train", "chats.jsonl", "--model", "huge").stderr
-    assert "--beta is for --dpo" in run("train", "chats.jsonl", "--beta", "1").stderr
+    assert "contains no run to resume" in run("train", "chats.jsonl", "--resume").stderr
+    assert "no trainable model 'huge' (available: tiny)" in run("train", "chats.jsonl", "--model", "huge").stderr
+    assert "--beta needs --dpo" in run("train", "chats.jsonl", "--beta", "1").stderr
     Path("file").write_text("")
     assert "file" in run("train", "chats.jsonl", "--out", "file/below").stderr

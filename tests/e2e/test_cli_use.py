@@ -14,7 +14,7 @@ from support.terminal import CTRL_C, CTRL_D, Terminal
 from support.tiny_server import TINSMITH, tiny_server
 
 import tinsmith
-from tinsmith.cli.chat_data import read_examples
+from tinsmith.cli.dataset import read_examples
 from tinsmith.cli.main import main
 
 CHATS = [
@@ -100,10 +100,10 @@ def test_a_seed_repeats_and_a_stop_text_ends() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("x", "--model", "tiny", "--checkpoint", "tinker://a/b/c"), "give --model or --checkpoint, not both"),
-        (("x", "--raw", "--system", "y"), "--system needs the chat template"),
+        (("x", "--model", "tiny", "--checkpoint", "tinker://a/b/c"), "use either --model or --checkpoint, not both"),
+        (("x", "--raw", "--system", "y"), "--system cannot be used with --raw"),
         ((" ",), "the prompt is empty"),
-        (("x", "--model", "huge"), "the server has no sampleable model 'huge' (it has: tiny)"),
+        (("x", "--model", "huge"), "the server has no sampleable model 'huge' (available: tiny)"),
         (("x", "--checkpoint", "nowhere"), "must begin with tinker://"),
     ],
     ids=["both", "raw", "empty", "unknown", "path"],
@@ -145,7 +145,7 @@ def test_a_chat_in_a_terminal(tuned: str, env: dict[str, str]) -> None:
         terminal.wait_for("dos")
         terminal.wait_for("> ")
         terminal.type(f"/compare tiny {tuned}\n")
-        terminal.wait_for("beside")
+        terminal.wait_for("tiny and tinker")
         terminal.wait_for("> ")
         terminal.type("/save said.jsonl\n")
         terminal.wait_for("nothing to save yet")
@@ -158,13 +158,12 @@ def test_a_chat_in_a_terminal(tuned: str, env: dict[str, str]) -> None:
         terminal.wait_for("tres")
         terminal.wait_for("> ")
         terminal.type("/save said.jsonl\n")
-        terminal.wait_for("1 chat added to said.jsonl")
+        terminal.wait_for("1 chat saved to said.jsonl")
         terminal.wait_for("> ")
-        terminal.type(CTRL_C)
-        terminal.wait_for("Ctrl-D or /quit ends")
+        terminal.press(CTRL_C, "Ctrl-D or /quit to quit")
         terminal.wait_for("> ")
         terminal.type("/nonsense\n")
-        terminal.wait_for("is not a command")
+        terminal.wait_for("unknown command")
         terminal.wait_for("> ")
         terminal.type(CTRL_D)
         assert terminal.end() == 0
@@ -183,10 +182,10 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(env: dict[str, str]) -> None:
         terminal.wait_for(r"\[stopped\]")
         terminal.wait_for("> ")
         terminal.type("/save cut.jsonl\n")
-        terminal.wait_for("1 chat added")
+        terminal.wait_for("1 chat saved")
         terminal.wait_for("> ")
         terminal.type("/reset\n")
-        terminal.wait_for("forgotten")
+        terminal.wait_for("conversation cleared")
         terminal.wait_for("> ")
         terminal.type("/quit\n")
         assert terminal.end() == 0
@@ -214,7 +213,7 @@ def test_the_demo_in_small() -> None:
     assert "What is the capital of Italy?" in page
     assert Path("demo/adapter/adapter_model.safetensors").stat().st_size > 0
     assert "tinsmith chat --checkpoint tinker://" in done.stdout
-    assert "--data and --epochs are not for --rl" in run("demo", "--rl", "--epochs", "1").stderr
+    assert "--data and --epochs cannot be used with --rl" in run("demo", "--rl", "--epochs", "1").stderr
 
 
 def test_the_demo_by_reward_in_small() -> None:

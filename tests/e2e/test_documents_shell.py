@@ -1,8 +1,7 @@
-"""The shell blocks of the README and the how-to pages: a shell runs them, against one server with a tiny model.
+"""Run the shell blocks of the README and the how-to pages against one server with a tiny model.
 
-What cannot run here is listed in NOT_RUN with the reason, what is put in the place of a name in SUBSTITUTED. Commands
-that are only mentioned, in the text of any document, are read by the command line without being carried out, so that a
-wrong option is noticed.
+NOT_RUN lists the commands that cannot run here, with reasons; SUBSTITUTED replaces placeholders. Commands that are only
+mentioned in the text of a document are parsed by the command line without being run, so that a wrong option is noticed.
 """
 
 from __future__ import annotations
@@ -28,52 +27,55 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LANGUAGES = ("sh", "bash", "shell", "console")
 
 NOT_RUN = {
+    "make test": "runs these tests, among others",
     "make demo": "sets up an environment and brings a real model; tests/e2e/test_cli_use.py has the demo on a tiny one",
     "pip install ": "would change the environment of the tests; `make test` installs the package",
+    "cd CHECKPOINT_DIRECTORY": "tests/attacks/test_multipart.py and tests/sdk/test_sdk_importing.py upload as forms",
+    "curl -H ": "the same",
     "vllm serve ": "vLLM is not installed here",
     "ollama create ": "Ollama is not installed here",
     "python -m tinker_cookbook.": "tests/e2e/test_cookbook_recipe.py runs this recipe, in the environment that has it",
     "python -c 'import runpy, ": "tests/contract/test_cookbook.py runs the cookbook so, in the environment that has it",
 }
-"""The beginnings of commands that are not run, and why."""
+"""Prefixes of commands that are not run, and why."""
 
 SUBSTITUTED: dict[str, Callable[[Page], str]] = {
     r"tinker://\.\.\.": lambda page: page.checkpoint,
     r"\bBASE\b": lambda page: "tiny",
     r"\btinsmith doctor\b": lambda page: "tinsmith doctor --quick",
 }
-"""What stands for something in the documents, and what is put in its place. The doctor's trial of the engine takes
-long, and is tested in tests/e2e/test_cli_engine.py."""
+"""Placeholders in the documents and their values. The doctor's full check is slow, and tests/e2e/test_cli_engine.py
+runs it."""
 
-PLACEHOLDERS = {"COMMAND": "run", "ID": "1"}
-"""What the text says for something that the command line would not read, and what it reads instead."""
+PLACEHOLDERS = {"COMMAND": "run", "ID": "1", "moved/*": "."}
+"""Placeholders that the command line would not parse, and what it parses instead."""
 
 TINSMITH = f"""#!{sys.executable}
 import os, signal, subprocess, sys
 command = [sys.executable, "-m", "tinsmith", *sys.argv[1:]]
 if sys.argv[1:2] != ["serve"]:
     os.execv(command[0], command)
-# A server does not end by itself: it is stopped when it listens.
+# A server does not exit by itself: stop it once it listens.
 server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 line = server.stdout.readline()
 print(line, flush=True)
 server.send_signal(signal.SIGTERM)
 sys.exit(server.wait() if line.startswith("listening on ") else 1)
 """
-"""The command `tinsmith` of the blocks."""
+"""The `tinsmith` command that the blocks call."""
 
 CHATS = [
     {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i % 3}"}]}
     for i in range(4)
 ]
-"""chats.jsonl of the blocks."""
+"""The blocks' chats.jsonl."""
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"(?<!`)`(tinsmith [^`\n|]+)`(?!`)")
 
 
 def commands_of(text: str) -> list[tuple[int, str]]:
-    """The commands of a document's shell blocks, each with its line."""
+    """Return the commands of a document's shell blocks, each with its line."""
     found = []
     for fence in _FENCE.finditer(text):
         if fence[1] not in LANGUAGES:
@@ -81,7 +83,7 @@ def commands_of(text: str) -> list[tuple[int, str]]:
         line, begun = text[: fence.start(2)].count("\n") + 1, ""
         for row in fence[2].splitlines():
             if fence[1] == "console" and not begun and not row.startswith("$ "):
-                continue  # what is printed
+                continue  # output
             begun += row.removeprefix("$ ") if fence[1] == "console" and not begun else row
             if begun.endswith("\\"):
                 begun = begun[:-1]
@@ -98,14 +100,16 @@ def reason_not_to_run(command: str) -> str | None:
 
 @dataclass(frozen=True)
 class Page:
-    """A document that is being run: its directory, and what its commands find there."""
+    """A document that is being run, its directory and its environment."""
 
     place: Path
     env: dict[str, str]
 
     @property
     def checkpoint(self) -> str:
-        """The weights that the page's own training left."""
+        """The weights that the page's own training saved; a page that does not train gets some."""
+        if not (self.place / "chats-run").exists():
+            assert self.run("tinsmith train chats.jsonl --epochs 1").returncode == 0
         path: str = json.loads((self.place / "chats-run" / "state.json").read_text())["sampler"]
         return path
 
@@ -146,6 +150,7 @@ WITH_BLOCKS = [path for path in PAGES if commands_of(path.read_text())]
 @pytest.mark.parametrize("path", WITH_BLOCKS, ids=lambda path: path.name)
 def test_shell_blocks_run(path: Path, env: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
+    (tmp_path / "base").symlink_to(env["TINSMITH_MODELS"].partition("=")[2])
     page = Page(tmp_path, {**env, "HOME": str(tmp_path)})
     for line, command in commands_of(path.read_text()):
         if reason_not_to_run(command) is None:
@@ -173,9 +178,9 @@ def test_a_command_that_fails_is_noticed(tmp_path: Path) -> None:
 
 
 def read_only(arguments: list[str]) -> None:
-    """Let the command line read a command without carrying it out; raises what a wrong one raises.
+    """Parse a command without running it; raise what a wrong one raises.
 
-    An argument that is left out is no mistake: a text may name a command alone.
+    A missing argument is not an error: a text may mention a command by name only.
     """
     command: click.Command = main
     context: click.Context | None = None
@@ -184,7 +189,7 @@ def read_only(arguments: list[str]) -> None:
         try:
             made = command.make_context(name, list(rest), parent=context)
         except (click.MissingParameter, click.exceptions.NoArgsIsHelpError, click.exceptions.Exit):
-            return  # the last is that of --help
+            return  # Exit is raised by --help
         except click.BadOptionUsage as error:
             if "requires an argument" in error.message:
                 return
@@ -200,7 +205,7 @@ def read_only(arguments: list[str]) -> None:
 
 
 def mentioned() -> list[tuple[str, str]]:
-    """Commands in the running text and the shell blocks of all documents."""
+    """Return the commands in the text and the shell blocks of all documents."""
     found = []
     for path in DOCUMENTS:
         text = path.read_text()

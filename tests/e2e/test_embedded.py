@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.client.embedded import embedded_address
+from tinsmith.client.connection.local_engine import embedded_address
 from tinsmith.config import EmbeddedConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +87,7 @@ def test_an_unused_engine_ends(surroundings: dict[str, str]) -> None:
 def test_the_demo(surroundings: dict[str, str], tmp_path: Path) -> None:
     """On the real model, with the first chats of the data: every part of it happens."""
     out, data = tmp_path / "demo", tmp_path / "chats.jsonl"
-    shipped = ROOT / "src" / "tinsmith" / "cli" / "data" / "workshop.jsonl"
+    shipped = ROOT / "src" / "tinsmith" / "cli" / "train" / "data" / "workshop.jsonl"
     data.write_text("\n".join(shipped.read_text().splitlines()[:8]))
     options = ("--epochs", "1", "--out", str(out), "--data", str(data))
     done = run(surroundings, sys.executable, "-m", "tinsmith", "demo", *options)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tinsmith.client.embedded import start_server
+from tinsmith.client.connection.local_engine import start_server
 from tinsmith.config import EmbeddedConfig
-from tinsmith.engine.models.default import NAME as DEFAULT_NAME
+from tinsmith.engine.models.sources import NAME as DEFAULT_NAME
 from tinsmith.engine.models.tiny import make_tiny
 
 ROOT = Path(__file__).resolve().parents[2]

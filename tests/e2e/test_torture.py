@@ -5,21 +5,29 @@ The short form; `make torture` is the long one.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
-import pytest
 from support import torture
-from support.torture import drawn_kills
+from support.torture import Kill, drawn_kills
 
 from tinsmith.engine.models.tiny import make_tiny
 
+KILLS = [
+    Kill("engine", "results", 6),
+    Kill("engine", "last", 0.3),
+    Kill("engine", "last", 0.1),
+    Kill("engine", "last", 0.1),
+    Kill("engine", "last", 0.1),
+    Kill("both", "results", 6),
+    Kill("api", "last", 0.05),
+]
 
-def test_killed_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torture, "PROGRESS_SHARE", 1.0)
-    monkeypatch.setattr(torture, "MOST_RESULTS", 12)
-    report = torture.torture(tmp_path, make_tiny(tmp_path / "model"), ["engine", "both"])
-    assert sum(report.kills.values()) == 2
+
+def test_killed_processes_change_nothing(tmp_path: Path) -> None:
+    report = torture.torture(tmp_path, make_tiny(tmp_path / "model"), KILLS)
+    assert sum(report.kills.values()) == len(KILLS)
+    assert report.engines_starting >= 3, "more than an engine may die in a row while it starts"
     assert report.marked == 0
     assert report.snapshots > 0
     assert all(tenant["is_same"] for tenant in report.tenants), report.table()
@@ -27,6 +35,6 @@ def test_killed_processes_change_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_long_form_kills_everything_in_any_order() -> None:
     kills = drawn_kills(100)
-    assert set(pairwise(kills)) == {
-        (one, other) for one in ("engine", "api", "both") for other in ("engine", "api", "both")
-    }
+    assert len(kills) == 100
+    assert set(pairwise(kill.what for kill in kills)) == set(product(("engine", "api", "both"), repeat=2))
+    assert {kill.behind for kill in kills} == {"results", "ready", "last"}

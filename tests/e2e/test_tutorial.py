@@ -1,4 +1,4 @@
-"""The tutorial's scripts run, and learn, on a tiny model; its pages are made of them."""
+"""The tutorial's scripts run and learn on a tiny model, and its pages show the same code."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.tiny_server import ROOT, TINSMITH, tiny_server
+from support.tiny_server import ROOT, tiny_server
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-HOWTOS = ("export-to-vllm-and-ollama", "resume")
+HOWTOS = ("resume",)
 RUN_BLOCKS = """
 import sys
 sys.path.insert(0, {unit!r})
@@ -24,18 +24,13 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tiny")
-
-
-@pytest.fixture(scope="module")
-def env(place: Path) -> Iterator[dict[str, str]]:
-    with tiny_server(place) as environment:
+def env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with tiny_server(tmp_path_factory.mktemp("tiny")) as environment:
         yield environment
 
 
 def learned(name: str, env: dict[str, str], steps: int, rate: float = 2e-2) -> list[float]:
-    """The numbers that a script prints step by step; a tiny model wants other constants than a real one."""
+    """Return the numbers that a script prints step by step; a tiny model needs other constants than a real one."""
     program = (ROOT / "examples" / f"{name}.py").read_text()
     for constant, value in (("STEPS", steps), ("LEARNING_RATE", rate)):
         program, count = re.subn(rf"^{constant} = .*$", f"{constant} = {value}", program, flags=re.MULTILINE)
@@ -82,22 +77,14 @@ def test_a_page_is_its_script_in_pieces(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", HOWTOS)
-def test_blocks_of_how_tos_run(name: str, env: dict[str, str], place: Path, tmp_path: Path) -> None:
-    """In a directory with a base model and a finished run, as one of them wants it."""
-    (tmp_path / "base").symlink_to(place / "model")
-    if name.startswith("export"):
-        (tmp_path / "chats.jsonl").write_text('{"prompt": "tin", "completion": "smith"}\n')
-        command = [*TINSMITH, "train", "chats.jsonl", "--rank", "4", "--epochs", "1"]
-        subprocess.run(command, env=env, cwd=tmp_path, check=True, capture_output=True)
+def test_blocks_of_how_tos_run(name: str, env: dict[str, str], tmp_path: Path) -> None:
     program = RUN_BLOCKS.format(unit=str(ROOT / "tests" / "unit"), path=str(ROOT / "docs" / "howto" / f"{name}.md"))
     done = subprocess.run([sys.executable, "-c", program], env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    if name.startswith("export"):
-        assert (tmp_path / "chats-run" / "merged" / "model.safetensors").stat().st_size > 0
 
 
 def test_no_block_is_left_out() -> None:
-    """README's are run by test_embedded.py on the real model."""
+    """test_embedded.py runs the README's on the real model."""
     docs = ROOT / "docs"
     pages = {path.relative_to(docs) for path in docs.rglob("*.md") if "<!-- needs: engine -->" in path.read_text()}
     tutorial = {Path("tutorial", f"{path.stem.replace('_', '-')}.md") for path in EXAMPLES}

@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from tinsmith.engine.base import Backend, ModelCard
-from tinsmith.engine.cards import card_of
-from tinsmith.engine.child import EngineSpec
-from tinsmith.engine.process import ProcessBackend
-from tinsmith.engine.supervisor import SupervisorOptions
-from tinsmith.engine.torch_start import TorchOptions, torch_spec
+from support.cards import card_of
+from tinsmith.engine.backend.local import ProcessBackend
+from tinsmith.engine.backend.supervisor import SupervisorOptions
+from tinsmith.engine.ipc import EngineSpec
+from tinsmith.engine.protocol import Backend, ModelCard
+from tinsmith.engine.worker.executor import TorchOptions
+from tinsmith.engine.worker.startup import torch_spec
 from tinsmith.testing.backend import MemoryBackend
 
 ONE = ModelCard(name="test/one", vocab_size=512, max_context_length=4096)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from tinsmith.engine.files import Disk
+from tinsmith.engine.checkpoints.durable_files import DurableDisk
 
 
-class FailingDisk(Disk):
+class FailingDisk(DurableDisk):
     """Counts the steps it takes; the one numbered `fails_at` raises. `fails_at` None counts only."""
 
     def __init__(self, fails_at: int | None = None, code: int = errno.ENOSPC) -> None:
@@ -41,14 +41,14 @@ class FailingDisk(Disk):
         super().remove_tree(directory)
 
 
-class ShortWrites(Disk):
+class ShortWrites(DurableDisk):
     """Writes at most seven bytes at a time."""
 
     def write_some(self, descriptor: int, data: memoryview) -> int:
         return super().write_some(descriptor, data[:7])
 
 
-class FullDisk(Disk):
+class FullDisk(DurableDisk):
     """Takes no byte and does not say so."""
 
     def write_some(self, descriptor: int, data: memoryview) -> int:

@@ -18,7 +18,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Any, Self
 
-MODULES = ("tinsmith.cli.main", "tinsmith.cli.serve", "tinsmith.server.serving", "tinsmith.testing.backend", "uvloop")
+MODULES = (
+    "tinsmith.cli.main",
+    "tinsmith.cli.server.serve",
+    "tinsmith.server.process",
+    "tinsmith.testing.backend",
+    "uvloop",
+)
 LINE_BYTES = 65536
 
 

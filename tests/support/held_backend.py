@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from tinsmith.engine.base import AnyJob
+from tinsmith.engine.protocol import AnyJob
 from tinsmith.testing.backend import ARITHMETIC, MemoryBackend
 
 LOOK_S = 0.01

@@ -15,11 +15,11 @@ import msgspec
 from starlette.applications import Starlette
 
 from tinsmith.config import ServerConfig
-from tinsmith.engine.base import AnyJob
+from tinsmith.engine.protocol import AnyJob
 from tinsmith.errors import StoreError
 from tinsmith.server.app import make_app, make_services, running
-from tinsmith.server.keys import create_key
-from tinsmith.server.lifetimes import Sweeper
+from tinsmith.server.auth.keys import create_key
+from tinsmith.server.ops.sweeper import Sweeper
 from tinsmith.server.services import Services
 from tinsmith.store.base import Row, Statement, Store, Value
 from tinsmith.store.memory import MemoryStore
@@ -80,10 +80,25 @@ class BreakableStore(MemoryStore):
 
     async def read(self, row_type: Any, name: str, /, **parameters: Value) -> list[Any]:
         if name in self.gates:
+            self.reached.add(name)
             await self.gates[name].wait()
         if self.is_down:
             raise StoreError("the database is away")
         return await super().read(row_type, name, **parameters)
+
+
+def with_store(scenario: Callable[[BreakableStore], Coroutine[Any, Any, None]]) -> None:
+    """Run a scenario on an empty store."""
+
+    async def whole() -> None:
+        store = BreakableStore()
+        await store.open()
+        try:
+            await scenario(store)
+        finally:
+            await store.close()
+
+    run(whole())
 
 
 class Recorder(MemoryBackend):
@@ -250,6 +265,15 @@ class Client:
         request_id = promise if isinstance(promise, str) else promise.json["request_id"]
         return await self.post("retrieve_future", {"request_id": request_id}, **headers)
 
+    async def outcome(self, promise: Answer) -> dict[str, Any]:
+        """What an accepted request came to, be it an error."""
+        assert promise.status == 200, promise.body
+        answer = await self.poll(promise)
+        while answer.status == 408:
+            answer = await self.poll(promise)
+        found: dict[str, Any] = answer.json
+        return found
+
     async def result(self, promise: Answer | str) -> Answer:
         """The result of a promise that must succeed."""
         if isinstance(promise, Answer):
@@ -327,7 +351,7 @@ async def serving(
     used_clock = clock or Clock()
     used = backend or Recorder()
     config = ServerConfig(**{"data_dir": directory / "data", "min_free_bytes": 1, "drain_s": 0.001, **settings})
-    services = make_services(config, made, used, clock=used_clock)
+    services = make_services(config, made, used, clock=used_clock, ticks=used_clock)
     try:
         async with running(services):
             yield Server(services, make_app(services), used, made, used_clock, Sweeper(services))

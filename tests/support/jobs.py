@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.engine import base
-from tinsmith.wire import json_codec
-from tinsmith.wire.inputs import Datum, ModelInput
-from tinsmith.wire.proto_training import encode_request
-from tinsmith.wire.sampling import SampleRequest, SamplingParams
-from tinsmith.wire.training import (
+from tinsmith.engine import protocol
+from tinsmith.wire.codecs import json_codec
+from tinsmith.wire.codecs.proto_training import encode_request
+from tinsmith.wire.messages.sampling import SampleRequest, SamplingParams
+from tinsmith.wire.messages.training import (
     AdamParams,
     ForwardBackwardInput,
     ForwardBackwardRequest,
     ForwardRequest,
     OptimStepRequest,
 )
+from tinsmith.wire.values.inputs import Datum, ModelInput
 
 
 def datum(tokens: list[int], weight: float = 1.0) -> Datum:
@@ -48,24 +48,24 @@ class Jobs:
 
     def create(
         self, rank: int = 4, seed: int = 7, directory: Path | None = None, optimizer: bool = False
-    ) -> base.CreateModel:
-        return base.CreateModel(
+    ) -> protocol.CreateModel:
+        return protocol.CreateModel(
             **self._common(),
             model_id=self.model_id,
-            lora=base.LoraSpec(rank=rank, seed=seed),
+            lora=protocol.LoraSpec(rank=rank, seed=seed),
             directory=None if directory is None else str(directory),
             optimizer=optimizer,
         )
 
     def forward_backward(
-        self, *data: Datum, loss_fn: Any = "cross_entropy", encoding: base.Encoding = "protobuf", **fields: Any
-    ) -> base.ForwardBackward:
+        self, *data: Datum, loss_fn: Any = "cross_entropy", encoding: protocol.Encoding = "protobuf", **fields: Any
+    ) -> protocol.ForwardBackward:
         work = ForwardBackwardInput(data=list(data), loss_fn=loss_fn, **fields)
         request = ForwardBackwardRequest(forward_backward_input=work, model_id=self.model_id, seq_id=1)
         body = encode_request(request) if encoding == "protobuf" else json_codec.encode(request)
-        return base.ForwardBackward(**self._common(), model_id=self.model_id, body=body, encoding=encoding)
+        return protocol.ForwardBackward(**self._common(), model_id=self.model_id, body=body, encoding=encoding)
 
-    def forward(self, *data: Datum, encoding: base.Encoding = "protobuf") -> base.ForwardBackward:
+    def forward(self, *data: Datum, encoding: protocol.Encoding = "protobuf") -> protocol.ForwardBackward:
         work = ForwardBackwardInput(data=list(data), loss_fn="cross_entropy")
         if encoding == "protobuf":
             request = ForwardBackwardRequest(
@@ -74,17 +74,17 @@ class Jobs:
             body = encode_request(request)
         else:
             body = json_codec.encode(ForwardRequest(forward_input=work, model_id=self.model_id, seq_id=1))
-        return base.ForwardBackward(
+        return protocol.ForwardBackward(
             **self._common(), model_id=self.model_id, body=body, encoding=encoding, is_forward=True
         )
 
-    def optim_step(self, learning_rate: float = 0.05, **params: float) -> base.OptimStep:
+    def optim_step(self, learning_rate: float = 0.05, **params: float) -> protocol.OptimStep:
         adam = AdamParams(learning_rate=learning_rate, **params)
         body = json_codec.encode(OptimStepRequest(model_id=self.model_id, seq_id=1, adam_params=adam))
-        return base.OptimStep(**self._common(), model_id=self.model_id, body=body)
+        return protocol.OptimStep(**self._common(), model_id=self.model_id, body=body)
 
-    def save(self, directory: Path, optimizer: bool = True, beside: bool = False) -> base.SaveState:
-        return base.SaveState(
+    def save(self, directory: Path, optimizer: bool = True, beside: bool = False) -> protocol.SaveState:
+        return protocol.SaveState(
             **self._common(),
             model_id=self.model_id,
             directory=str(directory),
@@ -92,11 +92,13 @@ class Jobs:
             beside=beside,
         )
 
-    def load(self, directory: Path, optimizer: bool = True) -> base.LoadState:
-        return base.LoadState(**self._common(), model_id=self.model_id, directory=str(directory), optimizer=optimizer)
+    def load(self, directory: Path, optimizer: bool = True) -> protocol.LoadState:
+        return protocol.LoadState(
+            **self._common(), model_id=self.model_id, directory=str(directory), optimizer=optimizer
+        )
 
-    def unload(self) -> base.Unload:
-        return base.Unload(**self._common(), model_id=self.model_id)
+    def unload(self) -> protocol.Unload:
+        return protocol.Unload(**self._common(), model_id=self.model_id)
 
     def sample(
         self,
@@ -108,14 +110,14 @@ class Jobs:
         num_samples: int = 1,
         fields: dict[str, Any] | None = None,
         **params: Any,
-    ) -> base.Sample:
+    ) -> protocol.Sample:
         request = SampleRequest(
             prompt=ModelInput.from_ints(prompt),
             sampling_params=SamplingParams(**params),
             num_samples=num_samples,
             **(fields or {}),
         )
-        return base.Sample(
+        return protocol.Sample(
             **self._common(),
             body=json_codec.encode(request),
             seed=seed,
@@ -123,10 +125,10 @@ class Jobs:
             adapter_key=key,
         )
 
-    def steps(self, count: int, seed: int = 0) -> list[base.AnyJob]:
+    def steps(self, count: int, seed: int = 0) -> list[protocol.AnyJob]:
         """Some training: a pass and a step, each time on other tokens."""
         random = np.random.default_rng(seed)
-        jobs: list[base.AnyJob] = []
+        jobs: list[protocol.AnyJob] = []
         for _ in range(count):
             rows = [random.integers(1, 60, int(random.integers(3, 12))).tolist() for _ in range(2)]
             jobs += [self.forward_backward(*map(datum, rows)), self.optim_step()]

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tinsmith.engine.lora import LoraAdapter, peft_name
+from tinsmith.engine.models.attention import frequencies
 from tinsmith.engine.models.config import ModelConfig
-from tinsmith.engine.models.rope import frequencies
-from tinsmith.engine.models.safetensors_dir import read_config
+from tinsmith.engine.models.hf_directory import read_config
 
 
 @dataclass

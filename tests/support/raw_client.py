@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from support.tinker_server import KEY, TinkerServer
-from tinsmith.wire.routes import PREFIX
+from tinsmith.wire.routes.table import PREFIX
 
 TIMEOUT_S = 10.0
 

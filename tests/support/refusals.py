@@ -18,7 +18,7 @@ from support.in_process import (
     forward_backward,
     serving,
 )
-from tinsmith.engine.base import ModelCard
+from tinsmith.engine.protocol import ModelCard
 
 SMALL = ModelCard(name="small", vocab_size=100, max_context_length=8)
 READ_ONLY = ModelCard(name="only/sampled", vocab_size=100, max_context_length=8, trainable=False)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tinsmith.wire.routes import PREFIX
+from tinsmith.wire.routes.table import PREFIX
 
 
 @dataclass(frozen=True, slots=True)

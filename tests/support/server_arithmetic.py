@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.wire.chunks import EncodedTextChunk
-from tinsmith.wire.inputs import Datum, ModelInput
-from tinsmith.wire.sampling import (
+from tinsmith.wire.messages.sampling import (
     FILL_LOGPROB,
     FILL_TOKEN,
     PromptAltTokens,
@@ -20,8 +18,10 @@ from tinsmith.wire.sampling import (
     StopReason,
     TopkLogprobs,
 )
-from tinsmith.wire.tensors import TensorData
-from tinsmith.wire.training import ForwardBackwardOutput
+from tinsmith.wire.messages.training import ForwardBackwardOutput
+from tinsmith.wire.values.chunks import EncodedTextChunk
+from tinsmith.wire.values.inputs import Datum, ModelInput
+from tinsmith.wire.values.tensors import TensorData
 
 VOCABULARY = 1000
 DEFAULT_MAX_TOKENS = 16

@@ -18,9 +18,10 @@ from support.server_recording import Recorded, unpacked
 from support.server_state import State
 from support.server_vintages import Vintage, without_younger
 from tinsmith.errors import InvalidInputError, WireError
-from tinsmith.wire import json_codec, proto_training, routes
+from tinsmith.wire.codecs import json_codec, proto_training
 from tinsmith.wire.message import Message
-from tinsmith.wire.routes import Route
+from tinsmith.wire.routes import table as routes
+from tinsmith.wire.routes.table import Route
 
 OWNER = "tml:organization_user:owner"
 STRANGER = "tml:organization_user:stranger"

@@ -15,10 +15,11 @@ from support.server_sampling import owned_sampler
 from support.server_state import Promise
 from support.server_vintages import without_younger
 from tinsmith.errors import InvalidInputError
-from tinsmith.wire import json_codec, proto_outputs, proto_sampling, routes
-from tinsmith.wire.futures import FutureFailed, FutureFinished, FuturesRetrieveResponse
-from tinsmith.wire.sampling import SampleResponse
-from tinsmith.wire.training import ForwardBackwardOutput
+from tinsmith.wire.codecs import json_codec, proto_outputs, proto_sampling
+from tinsmith.wire.messages.futures import FutureFailed, FutureFinished, FuturesRetrieveResponse
+from tinsmith.wire.messages.sampling import SampleResponse
+from tinsmith.wire.messages.training import ForwardBackwardOutput
+from tinsmith.wire.routes import table as routes
 
 
 async def retrieve_future(core: Core, call: Call) -> Answer:

@@ -32,7 +32,7 @@ from support.server_recording import MAX_BODY_BYTES, Recorded, Recorder, decode_
 from support.server_runs import FILES, send_file
 from support.server_sampling import STREAM_PATH, stream
 from support.server_service import TOKENIZER_PATH, tokenizer
-from tinsmith.wire import zstd
+from tinsmith.wire.codecs import zstd
 
 logger = logging.getLogger(__name__)
 

@@ -49,6 +49,9 @@ class ServerProcess:
         self.data_dir = data_dir
         self.url = ""
         self.key = ""
+        """What pasting the server's lines into a shell sets; empty if they say none."""
+        self.announced = ""
+        """The lines that the server printed when it listened."""
         self.starts = 0
         self._port = 0
         self._options = ["--backend", backend, *options]
@@ -73,6 +76,16 @@ class ServerProcess:
     def log(self) -> str:
         """What the server wrote to stderr, over all its starts."""
         return self._log_path.read_text(errors="replace")
+
+    @property
+    def log_size(self) -> int:
+        return self._log_path.stat().st_size
+
+    def log_after(self, offset: int) -> bytes:
+        """What was written behind a size."""
+        with self._log_path.open("rb") as file:
+            file.seek(offset)
+            return file.read()
 
     @property
     def executions(self) -> list[Execution]:
@@ -153,16 +166,20 @@ class ServerProcess:
     def _read_address(self, process: subprocess.Popen[str] | Forked) -> None:
         assert process.stdout is not None
         lines: list[str] = []
-        while not lines or not lines[-1].startswith("export TINKER_API_KEY="):
+        while not lines or "TINKER_API_KEY" not in lines[-1]:
             line = process.stdout.readline()
             if not line:
                 code = process.wait()
                 self._forget()
                 raise ServerEndedError(code, self.log[-4000:])
             lines.append(line.strip())
-        assert lines[0].startswith("listening on http://"), lines
+        assert lines[0].startswith("listening on http"), lines
+        self.announced = "\n".join(lines)
         self.url = lines[1].removeprefix("export TINKER_BASE_URL=")
-        self.key = lines[2].removeprefix("export TINKER_API_KEY=")
+        shell = subprocess.run(
+            ["sh", "-c", f"{lines[2]}\nprintenv TINKER_API_KEY"], capture_output=True, text=True, env={}
+        )
+        self.key = shell.stdout.strip()
         self._port = int(self.url.rpartition(":")[2])
 
     def _end(self, number: signal.Signals) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from tinsmith.errors import TinkerError
-from tinsmith.wire import proto_training, zstd
-from tinsmith.wire.inputs import Datum, PromptProvenanceSpan, ProvenanceSpans
-from tinsmith.wire.routes import PREFIX
-from tinsmith.wire.tensors import TensorData
-from tinsmith.wire.training import ForwardBackwardRequest
+from tinsmith.wire.codecs import proto_training, zstd
+from tinsmith.wire.messages.training import ForwardBackwardRequest
+from tinsmith.wire.routes.table import PREFIX
+from tinsmith.wire.values.inputs import Datum, PromptProvenanceSpan, ProvenanceSpans
+from tinsmith.wire.values.tensors import TensorData
 
 PROTOBUF = "application/x-protobuf"
 MAX_BODY_BYTES = 512 * 1024 * 1024

@@ -16,9 +16,9 @@ from support.server_core import Call, Core, Handler, Result
 from support.server_recording import Recorded
 from support.server_state import START, Checkpoint, Model
 from support.server_training import owned_model
-from tinsmith.wire import routes
-from tinsmith.wire.runs import CheckpointsListResponse, Cursor, TrainingRun, TrainingRunsResponse
-from tinsmith.wire.weights import PATH_PREFIX, ExternalWeightsUrlsResponse
+from tinsmith.wire.messages.runs import CheckpointsListResponse, Cursor, TrainingRun, TrainingRunsResponse
+from tinsmith.wire.messages.weights import PATH_PREFIX, ExternalWeightsUrlsResponse
+from tinsmith.wire.routes import table as routes
 
 EXTERNAL_SINCE = (0, 28)
 URLS_EXPIRE = START + timedelta(days=3650)

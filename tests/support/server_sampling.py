@@ -13,15 +13,16 @@ from support.server_recording import Recorded
 from support.server_state import CLONE_BLOCK, Promise, Sampler, Session
 from support.server_training import owned_session
 from tinsmith.errors import InvalidInputError, WireError
-from tinsmith.wire import json_codec, routes
-from tinsmith.wire.futures import UntypedAPIFuture
-from tinsmith.wire.sampling import (
+from tinsmith.wire.codecs import json_codec
+from tinsmith.wire.messages.futures import UntypedAPIFuture
+from tinsmith.wire.messages.sampling import (
     CreateSamplingSessionResponse,
     GetSamplerResponse,
     JoinSamplingSessionResponse,
     SampleRequest,
     SampleResponse,
 )
+from tinsmith.wire.routes import table as routes
 
 STREAM_PATH = "/tinsmith/v1/sample_stream"
 BACKPRESSURE_HEADER = "x-tinker-sampling-backpressure"

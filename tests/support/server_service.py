@@ -13,9 +13,8 @@ from support.server_answers import Answer, RefusedError
 from support.server_core import MAX_CONTEXT, MODELS, Call, Core, Handler, Result
 from support.server_recording import Recorded
 from support.server_state import START
-from tinsmith.wire import routes
-from tinsmith.wire.admin import AuditLogResponse, BillingUsageResponse, CurrentCheckpointStorageUsageResponse
-from tinsmith.wire.service import (
+from tinsmith.wire.messages.admin import AuditLogResponse, BillingUsageResponse, CurrentCheckpointStorageUsageResponse
+from tinsmith.wire.messages.service import (
     ApiKeyResponse,
     AuthTokenResponse,
     GetServerCapabilitiesResponse,
@@ -23,6 +22,7 @@ from tinsmith.wire.service import (
     SupportedModel,
     TelemetryResponse,
 )
+from tinsmith.wire.routes import table as routes
 
 TOKENIZER_PATH = "/tinsmith/v1/tokenizer"
 GIGABYTE = 10**9

@@ -9,8 +9,7 @@ from support.server_answers import RefusedError
 from support.server_core import Call, Core, Handler, Result
 from support.server_state import Session
 from support.server_training import owned_session
-from tinsmith.wire import routes
-from tinsmith.wire.sessions import (
+from tinsmith.wire.messages.sessions import (
     ClientFinishedSessionStatusQuery,
     CreateSessionResponse,
     GetSessionResponse,
@@ -24,6 +23,7 @@ from tinsmith.wire.sessions import (
     TraceExportResponse,
     UserSearchOwner,
 )
+from tinsmith.wire.routes import table as routes
 
 NO_PROJECT = "default-project"
 

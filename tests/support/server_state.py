@@ -15,8 +15,8 @@ from typing import Any
 from support.server_answers import RefusedError
 from support.server_queues import JobQueue, SequenceError
 from support.server_vintages import Vintage
-from tinsmith.wire.routes import Route
-from tinsmith.wire.weights import KINDS, PATH_PREFIX
+from tinsmith.wire.messages.weights import KINDS, PATH_PREFIX
+from tinsmith.wire.routes.table import Route
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 CLONE_BLOCK = 10**9

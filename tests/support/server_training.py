@@ -9,9 +9,8 @@ from support import server_arithmetic as arithmetic
 from support.server_answers import RefusedError
 from support.server_core import MODELS, Call, Core, Handler
 from support.server_state import Model, Promise, Session
-from tinsmith.wire import routes
-from tinsmith.wire.futures import UntypedAPIFuture
-from tinsmith.wire.training import (
+from tinsmith.wire.messages.futures import UntypedAPIFuture
+from tinsmith.wire.messages.training import (
     CreateCustomLossResponse,
     CreateModelResponse,
     ForwardBackwardInput,
@@ -22,6 +21,7 @@ from tinsmith.wire.training import (
     OptimStepResponse,
     UnloadModelResponse,
 )
+from tinsmith.wire.routes import table as routes
 
 
 def promised(promise: Promise, model_id: str | None = None) -> UntypedAPIFuture:

@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from tinsmith.wire import routes
-from tinsmith.wire.routes import Route
+from tinsmith.wire.routes import table as routes
+from tinsmith.wire.routes.table import Route
 
 PROTOBUF_SINCE = (0, 19)
 SEQUENCE_IDS_SINCE = (0, 26)

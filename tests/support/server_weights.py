@@ -15,9 +15,8 @@ from support.server_sampling import add_sampler
 from support.server_state import Checkpoint, JobError, Model
 from support.server_training import add_model, owned_model, owned_session, promised
 from tinsmith.errors import InvalidInputError
-from tinsmith.wire import routes
-from tinsmith.wire.futures import UntypedAPIFuture
-from tinsmith.wire.weights import (
+from tinsmith.wire.messages.futures import UntypedAPIFuture
+from tinsmith.wire.messages.weights import (
     CopyWeightsResponse,
     LoadWeightsResponse,
     ParsedCheckpointTinkerPath,
@@ -27,6 +26,7 @@ from tinsmith.wire.weights import (
     WeightsInfoResponse,
     tinker_path,
 )
+from tinsmith.wire.routes import table as routes
 
 NAME = re.compile(r"[\w.-]{1,255}", re.ASCII)
 TOKEN_HEADER = "x-tinker-weights-access-token"

@@ -59,7 +59,7 @@ def main() -> None:
 
 def told(futures: tuple[Any, Any, Any]) -> list[Any]:
     passed, stepped, sampled = (future.result() for future in futures)
-    return [passed.metrics["loss:sum"], stepped.metrics["grad_norm"], list(sampled.sequences[0].tokens)]
+    return [passed.metrics["loss:sum"], stepped.metrics["optim/grad_norm"], list(sampled.sequences[0].tokens)]
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ from typing import Self
 CTRL_C, CTRL_D = "\x03", "\x04"
 PATIENCE_S = 120.0
 """What anything may take on a busy machine before it counts as hanging."""
+AGAIN_S = 5.0
+"""How long `press` waits before it presses again."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -61,6 +63,21 @@ class Terminal:
         new = self.shown[self._seen : self._seen + found.end()]
         self._seen += found.end()
         return new
+
+    def press(self, keys: str, pattern: str) -> str:
+        """Press keys, again every few seconds, until something new matches.
+
+        For Ctrl-C at a prompt: a signal that arrives after CPython's readline showed the prompt and before it waits for input
+        is noticed only with the next key (`readline_until_enter_or_signal` in Modules/readline.c).
+        """
+        for _ in range(int(PATIENCE_S / AGAIN_S)):
+            self.type(keys)
+            end = time.monotonic() + AGAIN_S
+            while time.monotonic() < end and not re.search(pattern, self.shown[self._seen :]):
+                assert self._read(), f"it ended before {pattern!r} came: {self.shown[-2000:]}"
+            if re.search(pattern, self.shown[self._seen :]):
+                break
+        return self.wait_for(pattern)
 
     def type(self, keys: str) -> None:
         os.write(self._fd, keys.encode())

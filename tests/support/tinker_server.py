@@ -200,6 +200,10 @@ class TinkerServer:
         """Answers for the next requests of a path (a regular expression), in order; then normal behaviour again."""
         self._script.add(path, answers)
 
+    def clear_script(self) -> None:
+        """Forget all scripted answers: normal behaviour from now on."""
+        self._script.clear()
+
     def script_left(self, path: str) -> int:
         return self._script.left(path)
 

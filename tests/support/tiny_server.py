@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tinsmith.client.embedded import start_server
+from tinsmith.client.connection.local_engine import start_server
 from tinsmith.engine.models.tiny import make_tiny
 
 ROOT = Path(__file__).resolve().parents[2]

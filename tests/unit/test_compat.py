@@ -14,10 +14,9 @@ import pytest
 
 import tinsmith
 from tinsmith import compat, errors, types
-from tinsmith.client import queue_state
-from tinsmith.client.futures import Future
-from tinsmith.client.options import RequestOptions, Timeout
-from tinsmith.client.retry_config import RetryConfig
+from tinsmith.client.connection import polling
+from tinsmith.client.connection.official_options import RequestOptions, RetryConfig, Timeout
+from tinsmith.client.runtime.futures import Future
 
 ALIASES = {
     "types.tensor_data": {"TensorData": types.TensorData},
@@ -55,8 +54,8 @@ ALIASES = {
     "lib.public_interfaces.sampling_client": {"SamplingClient": tinsmith.SamplingClient, "RetryConfig": RetryConfig},
     "lib.public_interfaces.service_client": {"ServiceClient": tinsmith.ServiceClient},
     "lib.public_interfaces.training_client": {"TrainingClient": tinsmith.TrainingClient},
-    "lib.api_future_impl": {"QueueState": queue_state.QueueState},
-    "lib.queue_state_logger": {"QueueStateLogger": queue_state.QueueStateLogger},
+    "lib.api_future_impl": {"QueueState": polling.QueueState},
+    "lib.queue_state_logger": {"QueueStateLogger": polling.QueueStateLogger},
     "lib.experimental": {"ExperimentalWarning": errors.ExperimentalWarning},
     "lib.retry_handler": {"RetryConfig": RetryConfig},
     "lib.retryable_exception": {"RetryableException": errors.RetryableException},
@@ -199,7 +198,7 @@ def test_as_tinker_can_be_called_again() -> None:
 
 def test_as_tinker_refuses_when_another_tinker_is_imported(installed: Path) -> None:
     done = run("import tinker, tinsmith\ntinsmith.as_tinker()", installed)
-    assert "ImportError: tinker is imported already" in done.stderr
+    assert "ImportError: tinker is already imported" in done.stderr
 
 
 def test_without_as_tinker_an_installed_tinker_is_left_alone(installed: Path) -> None:
@@ -209,7 +208,7 @@ def test_without_as_tinker_an_installed_tinker_is_left_alone(installed: Path) ->
 @pytest.mark.parametrize("module", ["tinker.nothing", "tinker.proto", "tinker.types.nothing", "tinker.lib.telemetry"])
 def test_what_has_no_counterpart_is_not_found(module: str, installed: Path) -> None:
     done = run(f"import tinsmith\ntinsmith.as_tinker()\nimport {module}", installed)
-    assert f"ModuleNotFoundError: tinsmith has no counterpart of {module}" in done.stderr
+    assert f"ModuleNotFoundError: tinsmith has no equivalent of {module}" in done.stderr
 
 
 def test_a_module_that_lacks_a_dependency_says_which() -> None:
@@ -227,8 +226,8 @@ missing"""
 
 def test_a_module_under_two_names_is_loaded_once_and_unchanged() -> None:
     program = f"""{PROGRAM}
-import tinker.auth, tinker.client.futures, tinsmith.client.futures
-[tinker.client.futures is tinsmith.client.futures, tinsmith.types.__spec__.name, tinsmith.__spec__.name,
+import tinker.auth, tinker.client.runtime.futures, tinsmith.client.runtime.futures
+[tinker.client.runtime.futures is tinsmith.client.runtime.futures, tinsmith.types.__spec__.name, tinsmith.__spec__.name,
 tinsmith.auth.__name__, hasattr(tinsmith.auth, "__path__")]""".replace("__spec__.name,\n", "__spec__.name, ")
     assert answer(program) == [True, "tinsmith.types", "tinsmith", "tinsmith.auth", False]
 

@@ -1,6 +1,6 @@
-"""The documents: their code runs, their links lead somewhere, and what they say of the source is true.
+"""The documentation: its code runs, its links resolve, and what it says about the source is true.
 
-Parts between `<!-- generated:NAME -->` and `<!-- /generated:NAME -->` are written by this file:
+Sections between `<!-- generated:NAME -->` and `<!-- /generated:NAME -->` are written by this file:
 `.venv/bin/python tests/unit/test_documents.py --write`.
 """
 
@@ -18,7 +18,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import click
 import pytest
@@ -26,27 +26,35 @@ import pytest
 from tinsmith import errors
 from tinsmith.cli.main import main as cli
 from tinsmith.config import MB, ClientConfig, ServerConfig
-from tinsmith.server import extensions, http_errors
+from tinsmith.server.http import errors as http_errors
+from tinsmith.server.routes import own
 from tinsmith.version import PROTOCOL_VERSION
-from tinsmith.wire import chunking, faults, numbers, protobuf, tensors, zstd
-from tinsmith.wire.routes import PREFIX, ROUTES, Encoding, Route
+from tinsmith.wire.codecs import protobuf, zstd
+from tinsmith.wire.routes import door
+from tinsmith.wire.routes.door import SCOPES, Door
+from tinsmith.wire.routes.own import OWN_ROUTES
+from tinsmith.wire.routes.table import PREFIX, ROUTES, Encoding, Route
+from tinsmith.wire.rules import faults, split_join
+from tinsmith.wire.values import numbers, tensors
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tinsmith"
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-RECORDS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+RECORDS = sorted((ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+MAX_README_LINES = 150
 NEEDS_SERVER = "<!-- needs: server -->"
 NEEDS_ENGINE = "<!-- needs: engine -->"
-"""Before a block that is run by tests/e2e/test_embedded.py."""
+"""Marks a block that needs an engine; tests/e2e runs those."""
 REFRESH = "run: .venv/bin/python tests/unit/test_documents.py --write"
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"(?<!!)\[[^\]\n]+\]\(([^)\s]+)\)")
+_LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+"""Links and pictures. A link's text may run over the end of a line."""
 _GENERATED = re.compile(r"(<!-- generated:(\w+) -->\n)(.*?)(<!-- /generated:\2 -->)", re.DOTALL)
 
 
 class Block(NamedTuple):
-    """A Python block, the line it begins at, and the output that a `text` block right behind it shows."""
+    """A Python block, the line it starts at, and the output that a `text` block right after it shows."""
 
     line: int
     code: str
@@ -89,7 +97,7 @@ def headings(text: str, level: int) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """The fragments under which a document's headings can be linked."""
+    """Return the fragments by which a document's headings can be linked."""
     titles = re.findall(r"^#+ (.+)$", _FENCE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -114,7 +122,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def routes_table() -> str:
     return table(
-        ("Method", "Path", "Request", "Response", "Result", "Releases"),
+        ("Method", "Path", "Request", "Response", "Result", "Scope", "Body", "Releases"),
         (
             (
                 route.method,
@@ -122,6 +130,8 @@ def routes_table() -> str:
                 _type_cell(route.request, route.body_encodings) or _query_cell(route),
                 _type_cell(route.response, ("json",)),
                 _type_cell(route.result, route.result_encodings),
+                _scope_cell(route.door),
+                route.door.body.name,
                 _releases(route),
             )
             for route in ROUTES
@@ -137,6 +147,30 @@ def _type_cell(type_: type[Any] | None, encodings: tuple[Encoding, ...]) -> str:
 
 def _query_cell(route: Route) -> str:
     return f"query: `{route.query.__name__}`" if route.query else ""
+
+
+def _scope_cell(door: Door) -> str:
+    if door.open_to == "everybody":
+        return "signed address" if door.owner == "signature" else "no key"
+    scopes = "any" if door.scopes == set(SCOPES) else " or ".join(f"`{name}`" for name in SCOPES if name in door.scopes)
+    return f"{scopes}; no key on loopback" if door.open_to == "machine" else scopes
+
+
+def bodies_table() -> str:
+    """Return the size classes of bodies."""
+    return table(
+        ("Body", "As sent", "Unpacked"),
+        (
+            (body.name, _size(body.max_bytes, "max_body_bytes"), _size(body.max_unpacked_bytes, "max_unpacked_bytes"))
+            for body in (door.SMALL, door.MEDIUM, door.LARGE, door.BULK)
+        ),
+    )
+
+
+def _size(size_bytes: int | None, setting: str) -> str:
+    if size_bytes is None:
+        return f"`{setting}`"
+    return f"{size_bytes // MB} MB" if size_bytes >= MB else f"{size_bytes // 1024} KB"
 
 
 def _releases(route: Route) -> str:
@@ -166,7 +200,7 @@ def errors_table() -> str:
 
 
 def limits_table() -> str:
-    limits = chunking.ChunkLimits()
+    limits = split_join.ChunkLimits()
     return table(
         ("Limit", "Value", "Where"),
         (
@@ -175,23 +209,22 @@ def limits_table() -> str:
             ("Cells of a CSR tensor made dense", f"{tensors.MAX_DENSE_CELLS:,}", "`tensors.MAX_DENSE_CELLS`"),
             ("Window of a zstd frame, bytes", f"{zstd.MAX_WINDOW_BYTES:,}", "`zstd.MAX_WINDOW_BYTES`"),
             ("Characters of a server's answer in an error", f"{faults.MAX_TEXT:,}", "`faults.MAX_TEXT`"),
-            ("Datums in one request, by default", f"{limits.max_datums:,}", "`chunking.ChunkLimits`"),
-            ("Estimated bytes in one request, by default", f"{limits.max_bytes:,}", "`chunking.ChunkLimits`"),
+            ("Datums in one request, by default", f"{limits.max_datums:,}", "`split_join.ChunkLimits`"),
+            ("Estimated bytes in one request, by default", f"{limits.max_bytes:,}", "`split_join.ChunkLimits`"),
         ),
     )
 
 
 def settings_table(config: type[Any]) -> str:
-    """The fields of a configuration, with the text behind each."""
+    """Return the fields of a configuration, with the docstring after each."""
     (body,) = ast.parse(inspect.getsource(config)).body
     assert isinstance(body, ast.ClassDef)
     rows = []
     for field, text in itertools.pairwise(body.body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
             assert isinstance(field.target, ast.Name)
-            rows.append(
-                (f"`{field.target.id}`", DEFAULTS.get(field.target.id) or _default(config, field), text.value.value)
-            )
+            default = DEFAULTS.get(field.target.id) or _default(config, field)
+            rows.append((f"`{field.target.id}`", default, " ".join(str(text.value.value).split())))
     return table(("Setting", "Default", "Meaning"), rows)
 
 
@@ -200,7 +233,7 @@ DEFAULTS = {
     "data_dir": "`~/.local/share/tinsmith`",
     **dict.fromkeys(("client_flags", "default_headers", "models", "tags"), "none"),
 }
-"""Where the source holds a call instead of a value."""
+"""Defaults that the source computes."""
 
 
 def _default(config: type[Any], field: ast.AnnAssign) -> str:
@@ -217,7 +250,7 @@ def _default(config: type[Any], field: ast.AnnAssign) -> str:
 
 
 def refusals_table() -> str:
-    """What a server may answer instead of carrying a request out."""
+    """Return the errors with which a server refuses a request."""
     return table(
         ("Code", "Status", "What it means"),
         (
@@ -228,23 +261,24 @@ def refusals_table() -> str:
 
 
 def extensions_table() -> str:
-    """The endpoints of our own; the text is the handler's."""
-    routes = extensions.extension_routes(cast(Any, None))
+    """Return our own endpoints, each with its handler's docstring."""
     return table(
-        ("Method", "Path", "What it does"),
+        ("Method", "Path", "Scope", "Body", "What it does"),
         (
             (
-                "POST" if "POST" in (route.methods or ()) else "GET",
-                f"`{route.path.replace(':path', '')}`",
-                inspect.getdoc(route.endpoint) or "",
+                route.method,
+                f"`{route.path}`",
+                _scope_cell(route.door),
+                route.door.body.name,
+                inspect.getdoc(own.HANDLERS[route.name]) or "",
             )
-            for route in routes
+            for route in OWN_ROUTES
         ),
     )
 
 
 def commands_help() -> str:
-    """What `--help` prints for each command, groups before their commands."""
+    """Return what `--help` prints for each command, groups before their commands."""
     return "\n".join(
         f"{'#' * min(4, 2 + depth)} {path}\n\n```text\n{text}\n```\n" for depth, path, text in _helps(cli, None)
     )
@@ -253,7 +287,7 @@ def commands_help() -> str:
 def _helps(command: click.Command, parent: click.Context | None, depth: int = 0) -> Iterator[tuple[int, str, str]]:
     name = "tinsmith" if parent is None else command.name
     command = copy.copy(command)
-    vars(command)["_help_option"] = None  # made once; a test that calls a command by itself makes it without -h
+    vars(command)["_help_option"] = None  # cached; a test that calls a command directly caches it without -h
     context = click.Context(command, parent, name, terminal_width=100, **command.context_settings)
     yield depth, context.command_path, command.get_help(context)
     if isinstance(command, click.Group):
@@ -263,8 +297,25 @@ def _helps(command: click.Command, parent: click.Context | None, depth: int = 0)
             yield from _helps(inner, context, depth + 1)
 
 
+def decisions_table() -> str:
+    """Return the decision records, each with its status."""
+    return table(
+        ("Record", "Status"),
+        (
+            (f"[{headings(text, 1)[0]}]({path.name})", _status(text))
+            for path, text in ((path, path.read_text()) for path in RECORDS)
+        ),
+    )
+
+
+def _status(text: str) -> str:
+    status = text.partition("\n## Status\n")[2].partition("\n## ")[0]
+    return " ".join(status.split())
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "routes": routes_table,
+    "bodies": bodies_table,
     "errors": errors_table,
     "limits": limits_table,
     "settings": functools.partial(settings_table, ServerConfig),
@@ -272,11 +323,12 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "refusals": refusals_table,
     "extensions": extensions_table,
     "commands": commands_help,
+    "decisions": decisions_table,
 }
 
 
 def with_generated(text: str) -> str:
-    """The document with its generated parts made anew."""
+    """Return the document with its generated sections refreshed."""
     return _GENERATED.sub(lambda part: f"{part[1]}\n{GENERATORS[part[2]]()}\n{part[4]}", text)
 
 
@@ -285,7 +337,7 @@ def _name(path: Path) -> str:
 
 
 def runs_alone(path: Path) -> bool:
-    """Documents that need a server are run by tests/e2e/test_documents_client.py."""
+    """Documents that need a server are run by tests/sdk/test_documents_client.py."""
     return "```python" in path.read_text() and NEEDS_SERVER not in path.read_text()
 
 
@@ -306,16 +358,58 @@ def test_the_readme_is_one_that_is_run() -> None:
     assert list(python_blocks((ROOT / "README.md").read_text()))
 
 
-def test_readme_maps_every_source_file() -> None:
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_the_readme_links_every_page() -> None:
+    """The decision records are listed on a page of their own."""
+    linked = {(ROOT / target).resolve() for target in _LINK.findall((ROOT / "README.md").read_text())}
+    pages = {path for path in DOCUMENTS if path.name != "README.md"} - set(RECORDS)
+    assert sorted(map(_name, pages - linked)) == []
+
+
+def test_every_page_is_in_the_sites_navigation() -> None:
+    """The README is the first page; tools/docs_pages.py adds the decision records."""
+    config = (ROOT / "docs" / "zensical.toml").read_text()
+    places = {
+        path: path.relative_to(ROOT / "docs" if path.is_relative_to(ROOT / "docs") else ROOT) for path in DOCUMENTS
+    }
+    named = [str(place) for path, place in places.items() if path not in RECORDS and path.name != "README.md"]
+    assert [name for name in named if f'"{name}"' not in config] == []
+
+
+def test_readme_maps_the_folders() -> None:
     section = (ROOT / "README.md").read_text().partition("\n## Map of the source\n")[2].partition("\n## ")[0]
-    named = re.findall(r"^\| `(\S+\.py)` \|", section, re.MULTILINE)
-    present = sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py"))
-    assert sorted(named) == present, "README.md, 'Map of the source': one row for each file under src/tinsmith"
+    named = re.findall(r"^\| `(\S+)` \|", section, re.MULTILINE)
+    present = {path.name for path in SOURCE.iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert {name.partition("/")[0] for name in named} == present - {"types"}
+    assert [name for name in named if not (SOURCE / name).is_dir()] == []
+
+
+def test_the_security_model_names_the_tests_that_show_it() -> None:
+    text = (ROOT / "docs" / "explanation" / "security.md").read_text()
+    named = set(re.findall(r"`attacks/(test_\w+\.py)`", text))
+    present = {path.name for path in (ROOT / "tests" / "attacks").glob("test_*.py")}
+    elsewhere = {"test_starts.py", "test_fuzz.py"}  # in the proofs
+    assert named == present - elsewhere
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)
 def test_relative_links_resolve(path: Path) -> None:
     assert broken_links(path) == []
+
+
+_TEST_FILE = re.compile(r"`(tests/[\w/]+\.py)`")
+_SOURCE_FILE = re.compile(r"`((?:wire|server|client|engine|cli|store|transport|testing)/[\w/]+\.(?:py|sql))`")
+
+
+@pytest.mark.parametrize("path", sorted(set(DOCUMENTS) - set(RECORDS)), ids=_name)
+def test_files_that_are_named_exist(path: Path) -> None:
+    """Decision records keep the names of their time."""
+    text = path.read_text()
+    named = [ROOT / name for name in _TEST_FILE.findall(text)] + [SOURCE / name for name in _SOURCE_FILE.findall(text)]
+    assert [_name(file) for file in named if not file.exists()] == []
 
 
 def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
@@ -330,8 +424,8 @@ def test_generated_parts_are_current(path: Path) -> None:
     assert with_generated(text) == text, f"{_name(path)} is not current; {REFRESH}"
 
 
-def test_each_generated_part_is_in_the_reference_once() -> None:
-    text = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+def test_each_generated_part_is_in_the_documents_once() -> None:
+    text = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
     assert sorted(part[2] for part in _GENERATED.finditer(text)) == sorted(GENERATORS)
 
 
@@ -347,10 +441,8 @@ def test_decision_records_have_their_five_parts(path: Path) -> None:
     assert headings(path.read_text(), 2) == ["Status", "Context", "Decision", "Alternatives", "Consequences"]
 
 
-def test_decision_records_are_numbered_and_listed() -> None:
+def test_decision_records_are_numbered() -> None:
     assert [path.name[:4] for path in RECORDS] == [f"{number:04}" for number in range(1, len(RECORDS) + 1)]
-    readme = (ROOT / "README.md").read_text()
-    assert [path.name for path in RECORDS if f"(docs/decisions/{path.name})" not in readme] == []
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=_name)

@@ -1,8 +1,9 @@
-"""Which part of the package may import which; the arrows point one way."""
+"""Which part of the package may import which. CONTRIBUTING.md shows the same as a table."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-BOTTOM = {"errors", "config", "version"}
+BOTTOM = {"errors", "config", "version", "printable"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
+    "printable": set(),
     "config": {"errors", "version"},
     "wire": {"errors", "version", "wire"},
     "types": {"errors", "wire", "types", "compat"},
@@ -35,13 +37,64 @@ ALLOWED_LAZILY: dict[str, set[str]] = {
     "tinsmith": {"errors", "types", "client", "auth", "config"},
     "tinsmith.auth": {"client"},
     "tinsmith.compat": {"__init__", "types"},
-    "tinsmith.cli.serve": {"server"},
-    "tinsmith.cli.checkpoint_export": {"engine"},
-    "tinsmith.cli.checkpoint_import": {"engine"},
-    "tinsmith.cli.doctor": {"engine"},
-    "tinsmith.cli.key": {"server", "store"},
+    "tinsmith.cli.server.serve": {"server"},
+    "tinsmith.cli.checkpoint.export": {"engine"},
+    "tinsmith.cli.checkpoint.import_": {"engine"},
+    "tinsmith.cli.server.doctor": {"engine"},
+    "tinsmith.cli.server.key": {"server", "store"},
     "tinsmith.server.app": {"engine"},
 }
+ROOMS: dict[str, list[set[str]]] = {
+    "wire": [
+        {"limits", "losses", "message", "model_methods"},
+        {"values"},
+        {"messages"},
+        {"codecs"},
+        {"rules"},
+        {"routes"},
+    ],
+    "client": [
+        {"runtime"},
+        {"connection"},
+        {"losses", "submit", "tokenizers"},
+        {"admin", "rest", "sampling"},
+        {"training"},
+        {"recovery"},
+        {"service"},
+    ],
+    "cli": [
+        {"dataset", "output", "progress", "report"},
+        {"connection", "models", "plots"},
+        {"main"},
+        {"checkpoint", "manage", "server", "talk", "train"},
+    ],
+    "engine": [
+        {"eviction", "machine", "protocol"},
+        {"cpu", "ipc"},
+        {"models"},
+        {"lora"},
+        {"checkpoints"},
+        {"sampling", "training"},
+        {"worker"},
+        {"backend"},
+    ],
+}
+"""The sub-packages of each package from bottom to top: one may import its own floor and those below, never above."""
+SERVER_DOORS: dict[str, set[str]] = {
+    "tinsmith.server.routes": {"tinsmith.server.app", "tinsmith.server.routes"},
+    "tinsmith.server.http": {
+        "tinsmith.server.app",
+        "tinsmith.server.http",
+        "tinsmith.server.process",
+        "tinsmith.server.routes",
+    },
+    "tinsmith.server.app": {"tinsmith.server.process"},
+    "tinsmith.server.process": {"tinsmith.cli.server.serve"},
+}
+"""The server's sub-packages share one value (`Services`), so they have no floors. But only the listed modules may
+import these."""
+IN_CIRCLES = {"tinsmith", "tinsmith.compat", "tinsmith.types"}
+"""Modules that may import each other, because the package's public names are loaded when they are first used."""
 OFFICIAL = {"tinker", "tinker_cookbook"}
 
 
@@ -122,7 +175,7 @@ def _problem(module: str, layer: str, item: Import) -> str | None:
     target = _imported_layer(item.target)
     if target in ALLOWED[layer] or (target == "__init__" and item.target == "tinsmith.__version__"):
         return None
-    if layer == "server" and (item.target + ".").startswith("tinsmith.engine.base."):
+    if layer == "server" and (item.target + ".").startswith("tinsmith.engine.protocol."):
         return None
     if target in ALLOWED_LAZILY.get(module, ()):
         return None if _is_lazy_enough(module, item) else f"imports {item.target} when it is loaded"
@@ -154,27 +207,30 @@ def test_every_import_follows_the_arrows(path: Path) -> None:
 
 def test_the_walk_finds_the_package() -> None:
     names = {module_name(path) for path in MODULES}
-    assert {"tinsmith", "tinsmith.errors", "tinsmith.wire.routes", "tinsmith.types", "tinsmith.cli.main"} <= names
+    assert {"tinsmith", "tinsmith.errors", "tinsmith.wire.routes.table", "tinsmith.types", "tinsmith.cli.main"} <= names
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("tinsmith.wire.tensors", "from tinsmith.errors import WireError\nfrom tinsmith.wire import numbers"),
-        ("tinsmith.wire.tensors", "from tinsmith.version import PROTOCOL_VERSION"),
-        ("tinsmith.wire.tensors", "def f():\n    import torch"),
-        ("tinsmith.wire.tensors", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
-        ("tinsmith.transport.http", "from tinsmith.config import ClientConfig\nfrom tinsmith.wire import routes"),
+        ("tinsmith.wire.values.tensors", "from tinsmith.errors import WireError\nfrom tinsmith.wire import numbers"),
+        ("tinsmith.wire.values.tensors", "from tinsmith.version import PROTOCOL_VERSION"),
+        ("tinsmith.wire.values.tensors", "def f():\n    import torch"),
+        ("tinsmith.wire.values.tensors", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        (
+            "tinsmith.transport.aiohttp_transport",
+            "from tinsmith.config import ClientConfig\nfrom tinsmith.wire import routes",
+        ),
         ("tinsmith.client.training", "from tinsmith.transport.base import Transport"),
-        ("tinsmith.cli.run", "from tinsmith.client.rest import RestClient"),
-        ("tinsmith.cli.serve", "def serve():\n    from tinsmith.server.app import create_app"),
-        ("tinsmith.cli.doctor", "def trial():\n    from tinsmith.engine.models.tiny import make_tiny"),
+        ("tinsmith.cli.manage.run", "from tinsmith.client.rest import RestClient"),
+        ("tinsmith.cli.server.serve", "def serve():\n    from tinsmith.server.app import create_app"),
+        ("tinsmith.cli.server.doctor", "def trial():\n    from tinsmith.engine.models.tiny import make_tiny"),
         ("tinsmith.store.sqlite", "import sqlite3\nfrom tinsmith.wire import runs"),
-        ("tinsmith.server.routes.training", "from tinsmith.engine.base import Backend"),
-        ("tinsmith.server.routes.training", "from tinsmith.engine import base"),
-        ("tinsmith.server.app", "def make():\n    from tinsmith.engine.process import Process"),
-        ("tinsmith.engine.trainer", "import torch\nfrom tinsmith.store.base import Store"),
-        ("tinsmith.types", "from tinsmith.errors import TinkerError\nfrom tinsmith.wire.inputs import Datum"),
+        ("tinsmith.server.routes.training", "from tinsmith.engine.protocol import Backend"),
+        ("tinsmith.server.routes.training", "from tinsmith.engine import protocol"),
+        ("tinsmith.server.app", "def make():\n    from tinsmith.engine.backend.local import Process"),
+        ("tinsmith.engine.training.trainer", "import torch\nfrom tinsmith.store.base import Store"),
+        ("tinsmith.types", "from tinsmith.errors import TinkerError\nfrom tinsmith.wire.values.inputs import Datum"),
         ("tinsmith", "import importlib\ndef f():\n    importlib.import_module('tinsmith.client')"),
         ("tinsmith", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from tinsmith.types import Datum"),
         ("tinsmith.__main__", "from tinsmith.cli.main import main"),
@@ -188,53 +244,89 @@ def test_the_checker_accepts(module: str, source: str) -> None:
     ("module", "source", "problem"),
     [
         ("tinsmith.errors", "from tinsmith.wire import message", "errors may not import tinsmith.wire.message"),
-        ("tinsmith.wire.tensors", "import torch", "imports torch when it is loaded"),
-        ("tinsmith.wire.tensors", "from torch.nn import functional", "imports torch when it is loaded"),
-        ("tinsmith.wire.tensors", "class A:\n    import torch", "imports torch when it is loaded"),
-        ("tinsmith.wire.tensors", "try:\n    import torch\nexcept ImportError:\n    pass", "imports torch"),
+        ("tinsmith.wire.values.tensors", "import torch", "imports torch when it is loaded"),
+        ("tinsmith.wire.values.tensors", "from torch.nn import functional", "imports torch when it is loaded"),
+        ("tinsmith.wire.values.tensors", "class A:\n    import torch", "imports torch when it is loaded"),
+        ("tinsmith.wire.values.tensors", "try:\n    import torch\nexcept ImportError:\n    pass", "imports torch"),
         (
-            "tinsmith.wire.tensors",
+            "tinsmith.wire.values.tensors",
             "from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n    import torch",
             "imports torch when it is loaded",
         ),
         (
-            "tinsmith.wire.tensors",
+            "tinsmith.wire.values.tensors",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import torch",
             "imports torch when it is loaded",
         ),
-        ("tinsmith.wire.routes", "from tinsmith.config import ClientConfig", "wire may not import tinsmith.config"),
-        ("tinsmith.wire.routes", "def f():\n    from tinsmith import client", "wire may not import tinsmith.client"),
-        ("tinsmith.wire.routes", "from tinsmith import Datum", "wire may not import tinsmith.Datum"),
-        ("tinsmith.wire.routes", "import tinsmith", "wire may not import tinsmith"),
-        ("tinsmith.wire.routes", "from . import message", "relative import of message"),
-        ("tinsmith.wire.routes", "from .message import Message", "relative import of message.Message"),
-        ("tinsmith.wire.routes", "from tinsmith.types import Datum", "wire may not import tinsmith.types.Datum"),
+        (
+            "tinsmith.wire.routes.table",
+            "from tinsmith.config import ClientConfig",
+            "wire may not import tinsmith.config",
+        ),
+        (
+            "tinsmith.wire.routes.table",
+            "def f():\n    from tinsmith import client",
+            "wire may not import tinsmith.client",
+        ),
+        ("tinsmith.wire.routes.table", "from tinsmith import Datum", "wire may not import tinsmith.Datum"),
+        ("tinsmith.wire.routes.table", "import tinsmith", "wire may not import tinsmith"),
+        ("tinsmith.wire.routes.table", "from . import message", "relative import of message"),
+        ("tinsmith.wire.routes.table", "from .message import Message", "relative import of message.Message"),
+        ("tinsmith.wire.routes.table", "from tinsmith.types import Datum", "wire may not import tinsmith.types.Datum"),
         ("tinsmith.types", "from tinsmith.version import __version__", "types may not import tinsmith.version"),
         ("tinsmith.types", "from tinsmith.client import service", "types may not import tinsmith.client.service"),
-        ("tinsmith.transport.http", "from tinsmith.client import futures", "transport may not import tinsmith.client"),
-        ("tinsmith.client.rest", "from tinsmith.store import sqlite", "client may not import tinsmith.store.sqlite"),
-        ("tinsmith.cli.run", "def f():\n    from tinsmith.server import app", "cli may not import tinsmith.server.app"),
-        ("tinsmith.cli.serve", "from tinsmith.server import app", "imports tinsmith.server.app when it is loaded"),
-        ("tinsmith.cli.doctor", "from tinsmith.engine import lora", "imports tinsmith.engine.lora when it is loaded"),
         (
-            "tinsmith.cli.run",
+            "tinsmith.transport.aiohttp_transport",
+            "from tinsmith.client import futures",
+            "transport may not import tinsmith.client",
+        ),
+        ("tinsmith.client.rest", "from tinsmith.store import sqlite", "client may not import tinsmith.store.sqlite"),
+        (
+            "tinsmith.cli.manage.run",
+            "def f():\n    from tinsmith.server import app",
+            "cli may not import tinsmith.server.app",
+        ),
+        (
+            "tinsmith.cli.server.serve",
+            "from tinsmith.server import app",
+            "imports tinsmith.server.app when it is loaded",
+        ),
+        (
+            "tinsmith.cli.server.doctor",
+            "from tinsmith.engine import lora",
+            "imports tinsmith.engine.lora when it is loaded",
+        ),
+        (
+            "tinsmith.cli.manage.run",
             "def f():\n    from tinsmith.engine import lora",
             "cli may not import tinsmith.engine.lora",
         ),
-        ("tinsmith.store.sqlite", "from tinsmith.engine import base", "store may not import tinsmith.engine.base"),
         (
-            "tinsmith.server.auth",
-            "from tinsmith.engine.optim import step",
-            "server may not import tinsmith.engine.optim",
+            "tinsmith.store.sqlite",
+            "from tinsmith.engine import protocol",
+            "store may not import tinsmith.engine.protocol",
         ),
-        ("tinsmith.server.auth", "from tinsmith.engine.baseline import x", "server may not import"),
-        ("tinsmith.server.auth", "import torch", "imports torch when it is loaded"),
-        ("tinsmith.server.app", "from tinsmith.engine.process import Process", "when it is loaded"),
+        (
+            "tinsmith.server.auth.authenticator",
+            "from tinsmith.engine.training.adamw import step",
+            "server may not import tinsmith.engine.training.adamw",
+        ),
+        ("tinsmith.server.auth.authenticator", "from tinsmith.engine.protocols import x", "server may not import"),
+        ("tinsmith.server.auth.authenticator", "import torch", "imports torch when it is loaded"),
+        ("tinsmith.server.app", "from tinsmith.engine.backend.local import Process", "when it is loaded"),
         ("tinsmith.server.app", "from tinsmith.client import rest", "server may not import tinsmith.client.rest"),
-        ("tinsmith.engine.trainer", "from tinsmith.server import app", "engine may not import tinsmith.server.app"),
-        ("tinsmith.engine.trainer", "def f():\n    from tinsmith.server import app", "engine may not import"),
-        ("tinsmith.engine.trainer", "from tinsmith.client import rest", "engine may not import tinsmith.client.rest"),
-        ("tinsmith.engine.trainer", "def f():\n    import tinker", "imports the official package tinker"),
+        (
+            "tinsmith.engine.training.trainer",
+            "from tinsmith.server import app",
+            "engine may not import tinsmith.server.app",
+        ),
+        ("tinsmith.engine.training.trainer", "def f():\n    from tinsmith.server import app", "engine may not import"),
+        (
+            "tinsmith.engine.training.trainer",
+            "from tinsmith.client import rest",
+            "engine may not import tinsmith.client.rest",
+        ),
+        ("tinsmith.engine.training.trainer", "def f():\n    import tinker", "imports the official package tinker"),
         ("tinsmith.cli.main", "from tinker_cookbook.rl import train", "imports the official package tinker_cookbook"),
         ("tinsmith", "from tinsmith.types import Datum", "imports tinsmith.types.Datum when it is loaded"),
         ("tinsmith", "def f():\n    from tinsmith.server import app", "__init__ may not import tinsmith.server.app"),
@@ -257,3 +349,89 @@ def test_the_checker_gives_the_line() -> None:
     assert violations("tinsmith.wire.x", "import os\n\nimport tinker\n") == [
         "tinsmith.wire.x:3: imports the official package tinker"
     ]
+
+
+def modules_imported(path: Path) -> set[str]:
+    """The modules of ours that a file imports, at any time, for any reason."""
+    known = {module_name(other) for other in MODULES}
+    found = set()
+    for item in imports(path.read_text()):
+        target = item.target
+        while target and target not in known:
+            target = target.rpartition(".")[0]
+        if target.startswith("tinsmith."):
+            found.add(target)
+    return found
+
+
+GRAPH = {module_name(path): modules_imported(path) - {module_name(path)} for path in MODULES}
+
+
+def test_no_import_goes_around_in_a_circle() -> None:
+    order = graphlib.TopologicalSorter(
+        {module: targets - IN_CIRCLES for module, targets in GRAPH.items() if module not in IN_CIRCLES}
+    )
+    order.prepare()
+
+
+def floor(module: str) -> tuple[str, int] | None:
+    """The package of a module, and its floor in it; None where the package has no floors."""
+    parts = module.split(".")
+    if len(parts) < 3 or parts[1] not in ROOMS:
+        return None
+    return next((parts[1], number) for number, rooms in enumerate(ROOMS[parts[1]]) if parts[2] in rooms)
+
+
+def test_no_import_goes_up_the_stairs() -> None:
+    upward = []
+    for module, targets in GRAPH.items():
+        for target in targets:
+            here, there = floor(module), floor(target)
+            if here and there and here[0] == there[0] and here[1] < there[1]:
+                upward.append(f"{module} imports {target}")
+    assert upward == []
+
+
+def test_rooms_of_one_floor_do_not_import_each_other_both_ways() -> None:
+    def room(module: str) -> str:
+        return ".".join(module.split(".")[:3])
+
+    arrows = {
+        (room(module), room(target))
+        for module, targets in GRAPH.items()
+        for target in targets
+        if floor(module) and floor(target) and room(module) != room(target)
+    }
+    assert {(a, b) for a, b in arrows if (b, a) in arrows} == set()
+
+
+def test_routes_and_http_are_above_the_rest_of_the_server() -> None:
+    found = []
+    for module, targets in GRAPH.items():
+        for target in targets:
+            for door, allowed in SERVER_DOORS.items():
+                is_behind = (target + ".").startswith(door + ".")
+                if is_behind and not any((module + ".").startswith(one + ".") for one in allowed):
+                    found.append(f"{module} imports {target}")
+    assert found == []
+
+
+FOLDERS = sorted({path.parent for path in MODULES})
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_folder_is_an_idea_with_few_entries_and_says_which(folder: Path) -> None:
+    entries = [path for path in folder.iterdir() if path.name not in ("__pycache__", "__init__.py", "py.typed")]
+    assert len(entries) <= 16
+    if folder.name not in ("tinsmith", "types"):
+        said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+        assert len(said.splitlines()) >= 3, f"{folder}/__init__.py does not say what is in the folder"
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    places: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module_name(path))
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}

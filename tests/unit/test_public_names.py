@@ -328,7 +328,9 @@ datum = tinsmith.Datum(
     model_input=tinsmith.ModelInput.from_ints([1, 2, 3]),
     loss_fn_inputs={"target_tokens": [2, 3, 4], "weights": np.ones(3, np.float32)},
 )
-from tinsmith.wire import json_codec, proto_training, routes
+from tinsmith.wire.codecs import json_codec
+from tinsmith.wire.codecs import proto_training
+from tinsmith.wire.routes import table as routes
 json_codec.encode(datum)
 """
     assert loaded_by(program, ["torch", "aiohttp"]) == []

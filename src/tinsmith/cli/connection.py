@@ -1,6 +1,6 @@
-"""How commands reach a server: `--base-url`, else the environment, else the local engine; and what failures look like.
+"""How commands connect to a server, how they report its errors, and how they ask for confirmation.
 
-Does not know: what a command does with the client.
+The server is `--base-url`, else what `ClientConfig` finds in the environment, else the local engine.
 """
 
 from __future__ import annotations
@@ -12,23 +12,26 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from tinsmith.cli.output import echo
+from tinsmith.printable import printable
+
 if TYPE_CHECKING:
-    from tinsmith.client.operations import Operations
+    from tinsmith.client.connection.operations import Operations
     from tinsmith.client.rest import RestClient
     from tinsmith.errors import TinkerError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 ONE_ATTEMPT_S = 0.01
-"""Shorter than any pause between two attempts: whoever looks at a server wants to know at once that it is not there."""
+"""Shorter than any pause between two attempts, so that commands that only look report a missing server at once."""
 RETRY_S = 30.0
 NO_ROUTE = ("Not Found", "Method Not Allowed")
-"""What common web frameworks say of a path that they do not serve; servers name what they miss themselves."""
+"""What common web frameworks answer for a path that they do not serve; Tinker servers name the object instead."""
 _URL = "tinsmith.base_url"
 
 
 def connected(command: F) -> F:
-    """Give a command `--base-url`, and turn errors of the SDK into a few lines with exit code 1."""
+    """Give a command `--base-url`, and report errors of the SDK in a few lines with exit code 1."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -43,13 +46,14 @@ def connected(command: F) -> F:
 
 
 def server_option(command: F) -> F:
-    """Give a command `--base-url`; it is kept in the context, where clients find it."""
+    """Give a command `--base-url`, stored in the click context for `base_url` to find."""
     return click.option(
         "--base-url",
         metavar="URL",
         expose_value=False,
         callback=_keep,
-        help="The server; 'local' is the engine here.  [default: TINKER_BASE_URL; without it and without a key, local]",
+        help="URL of the server; 'local' is the engine on this machine.  "
+        "[default: TINKER_BASE_URL; local if neither that nor a key is set]",
     )(command)
 
 
@@ -59,7 +63,7 @@ def _keep(context: click.Context, _parameter: click.Parameter, value: str | None
 
 
 def explained(error: TinkerError) -> str:
-    """What went wrong, and the next step where there is one."""
+    """Return what went wrong, followed by the next step if there is one."""
     from tinsmith.errors import APIConnectionError, APIStatusError, AuthenticationError
 
     text = str(error)
@@ -67,25 +71,27 @@ def explained(error: TinkerError) -> str:
         detail = error.body.get("detail") if isinstance(error.body, dict) else None
         if error.status_code in (404, 405) and detail in (None, *NO_ROUTE) and error.request is not None:
             text = f"{error.request.method} {error.request.url}: HTTP {error.status_code}\n" + (
-                "This server does not have the call (older or smaller ones lack some), or does not know what was named."
+                "The server does not support this call (other or older servers lack some), or the ID does not exist."
             )
         elif isinstance(detail, str) and detail:
             text = f"{detail} (HTTP {error.status_code})"
         if isinstance(error, AuthenticationError):
             text += "\nSet TINKER_API_KEY to a key of this server, or run: tinsmith auth login"
     elif isinstance(error, APIConnectionError):
-        text += "\nIs the server up, and is its address right (--base-url, TINKER_BASE_URL)? See: tinsmith status"
+        text += (
+            "\nIs the server running, and is the URL correct (--base-url, TINKER_BASE_URL)? Check with: tinsmith status"
+        )
     return text
 
 
 def base_url() -> str | None:
-    """The server that the command line names, if it does."""
+    """Return the server given on the command line, if any."""
     url: str | None = click.get_current_context().meta.get(_URL)
     return url
 
 
 def service_client(**arguments: Any) -> Any:
-    """A `ServiceClient` to the server that the command line names. Use it in a `with` block."""
+    """Return a `ServiceClient` for the command's server, to be used in a `with` block."""
     import tinsmith
 
     return tinsmith.ServiceClient(base_url=base_url(), **arguments)
@@ -93,11 +99,11 @@ def service_client(**arguments: Any) -> Any:
 
 @contextlib.contextmanager
 def operations(**settings: Any) -> Iterator[Operations]:
-    """Calls without a session, for commands that look or manage: a server that is not there is given up at once."""
-    from tinsmith.client.connection import Connection
-    from tinsmith.client.embedded import client_config
-    from tinsmith.client.operations import Operations
-    from tinsmith.client.session import Session
+    """Open a connection without a session, for commands that inspect or manage; a missing server fails at once."""
+    from tinsmith.client.connection.connection import Connection
+    from tinsmith.client.connection.local_engine import client_config
+    from tinsmith.client.connection.operations import Operations
+    from tinsmith.client.connection.session import Session
 
     usual = {
         "base_url": base_url(),
@@ -115,7 +121,7 @@ def operations(**settings: Any) -> Iterator[Operations]:
 
 @contextlib.contextmanager
 def rest_client() -> Iterator[RestClient]:
-    """A `RestClient` to the server that the command line names."""
+    """Open a `RestClient` for the command's server."""
     from tinsmith.client.rest import RestClient
 
     with operations() as holder:
@@ -123,17 +129,19 @@ def rest_client() -> Iterator[RestClient]:
 
 
 def confirmed(question: str, is_sure: bool) -> None:
-    """Ask before something that cannot be undone; no ends the command."""
+    """Ask before an action that cannot be undone, unless `is_sure`; exit if the answer is no."""
     import sys
 
     if is_sure:
         return
     try:
-        if click.confirm(question, err=True):
+        if click.confirm(printable(question), err=True):
             return
     except click.Abort:
         if sys.stdin.isatty():
             raise
-        raise click.ClickException("nobody is there to answer; give --yes to go on without being asked") from None
-    click.echo("Nothing was changed.", err=True)
+        raise click.ClickException(
+            "cannot ask for confirmation: stdin is not a terminal; pass --yes to skip the question"
+        ) from None
+    echo("Nothing was changed.", err=True)
     click.get_current_context().exit(0)

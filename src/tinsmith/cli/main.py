@@ -1,43 +1,53 @@
-"""The command line: one file per command, loaded when it is called."""
+"""The `tinsmith` command: a table of commands, each imported when it is called."""
 
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 import click
 
 from tinsmith.cli.connection import server_option
-from tinsmith.cli.output import formatted
+from tinsmith.cli.output import echo, formatted
+from tinsmith.printable import PrintableLines, printable
 from tinsmith.version import PROTOCOL_VERSION, __version__
 
 COMMANDS = {
-    "auth": ("tinsmith.cli.auth", "auth", "The key that this machine uses: log in, log out, check."),
-    "billing": ("tinsmith.cli.billing", "billing", "Usage by the hour and storage, as a server counts them."),
-    "chat": ("tinsmith.cli.chat", "chat", "Talk to a model or a checkpoint, or to two at once."),
-    "checkpoint": ("tinsmith.cli.checkpoint", "checkpoint", "Checkpoints: list, download, export, delete and more."),
-    "completion": ("tinsmith.cli.completion", "completion", "Print the script that completes commands in a shell."),
-    "demo": ("tinsmith.cli.demo", "demo", "Fine-tune a small model here and compare it with what it was."),
-    "doctor": ("tinsmith.cli.doctor", "doctor", "Check the installation, the data directory and the server."),
-    "eval": ("tinsmith.cli.evaluate", "evaluate", "Measure models on a file of examples."),
-    "key": ("tinsmith.cli.key", "key", "Keys of a server: create, list, revoke."),
-    "model": ("tinsmith.cli.model", "model", "Base models of a server: list."),
-    "run": ("tinsmith.cli.run", "run", "Training runs: list, show, plot, watch, end."),
-    "sample": ("tinsmith.cli.sample", "sample", "Ask a model or a checkpoint."),
-    "serve": ("tinsmith.cli.serve", "serve", "Run a Tinker server for official and own clients."),
-    "session": ("tinsmith.cli.session", "session", "Sessions: list, show, finish, export a trace."),
-    "status": ("tinsmith.cli.status", "status", "Is the server up, and what does it do?"),
-    "train": ("tinsmith.cli.train", "train", "Fine-tune a model on a JSONL file, resumably."),
-    "usage": ("tinsmith.cli.usage", "usage", "Tokens, seconds, storage and cost, summed up."),
+    "auth": ("tinsmith.cli.manage.auth", "auth", "Log in to a server, log out, and check your key."),
+    "billing": ("tinsmith.cli.manage.billing", "billing", "List usage per hour, and storage, row by row."),
+    "chat": ("tinsmith.cli.talk.chat", "chat", "Chat with a model or a checkpoint, or compare two."),
+    "checkpoint": (
+        "tinsmith.cli.checkpoint.show",
+        "checkpoint",
+        "List, download, export, import and delete checkpoints.",
+    ),
+    "completion": (
+        "tinsmith.cli.manage.completion",
+        "completion",
+        "Print a shell completion script.",
+    ),
+    "demo": ("tinsmith.cli.train.demo", "demo", "Fine-tune a small model and compare it before and after."),
+    "doctor": ("tinsmith.cli.server.doctor", "doctor", "Check the installation, the data directory and the server."),
+    "eval": ("tinsmith.cli.talk.evaluate", "evaluate", "Evaluate models on a file of examples."),
+    "key": ("tinsmith.cli.server.key", "key", "Create, list and revoke a server's API keys."),
+    "model": ("tinsmith.cli.manage.model", "model", "List a server's base models."),
+    "run": ("tinsmith.cli.manage.run", "run", "List, inspect, plot, watch and end training runs."),
+    "sample": ("tinsmith.cli.talk.sample", "sample", "Sample from a model or a checkpoint."),
+    "serve": ("tinsmith.cli.server.serve", "serve", "Run a Tinker server."),
+    "session": ("tinsmith.cli.manage.session", "session", "List, inspect and end sessions; export traces."),
+    "status": ("tinsmith.cli.manage.status", "status", "Show whether the server is up and what it is doing."),
+    "train": ("tinsmith.cli.train.command", "train", "Fine-tune a model on a JSONL file; can be resumed."),
+    "usage": ("tinsmith.cli.manage.usage", "usage", "Summarize tokens, compute time, storage and cost."),
 }
-"""Name of a command, where it is, and what the overview says about it."""
+"""For each command: its module, the name in it, and its line in `tinsmith --help`."""
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 
 
 class LazyGroup(click.Group):
-    """Commands of the table are imported when they are needed; the overview needs none of them."""
+    """The commands of the table, imported when they are called; `--help` imports none of them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*COMMANDS, *super().list_commands(ctx)])
@@ -49,11 +59,28 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), name)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            import difflib
+
+            close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not close or "Did you mean" in error.message:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean {close[0]!r}?", ctx) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.ClickException as error:
+            if type(error) is click.ClickException:  # subclasses quote only the user's own arguments and files
+                raise click.ClickException(printable(error.message)) from None
+            raise
         except (KeyboardInterrupt, click.Abort):
-            click.echo("interrupted", err=True)
+            echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -69,9 +96,11 @@ class LazyGroup(click.Group):
 @server_option
 def main() -> None:
     """Train and sample language models through the Tinker protocol."""
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(PrintableLines())  # warnings of the SDK may quote a server
 
 
 @main.command()
 def version() -> None:
-    """Print the version of tinsmith and of the protocol it speaks."""
-    click.echo(f"tinsmith {__version__} (protocol {PROTOCOL_VERSION})")
+    """Print the versions of tinsmith and of the protocol."""
+    echo(f"tinsmith {__version__} (protocol {PROTOCOL_VERSION})")

@@ -1,27 +1,32 @@
-"""Curves: as characters for a terminal, and as files: SVG, one HTML page, PNG.
+"""Draw curves: as characters in a terminal, or into an SVG, HTML or PNG file.
 
-Does not know: where the numbers come from.
+SVG and HTML need nothing but this module. PNG is drawn by matplotlib, which the extra `tinsmith[plot]` installs.
 """
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from tinsmith.cli.report import Points, curve_svg
 from tinsmith.errors import InvalidInputError, TinkerError
 
 BARS = "▁▂▃▄▅▆▇█"
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-"""The dots of a braille character: two columns of four, from the top."""
+"""The bits of a braille character's dots: two columns of four, from the top."""
 BRAILLE = 0x2800
+"""The braille character without dots; adding the bits of `DOTS` sets them."""
 FORMATS = (".svg", ".html", ".png")
+COLOUR = "#b4541a"
+"""The line of a curve, as in `report.curve_svg`."""
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """The latest values as bars in one line."""
+    """Return the last `width` finite values as one line of bars."""
     shown = [value for value in values if math.isfinite(value)][-width:]
     if not shown:
         return ""
@@ -30,7 +35,10 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 
 def terminal_curve(curve: Points, width: int = 72, height: int = 12) -> str:
-    """Values over steps, drawn with dots; the highest and the lowest stand at the left, the steps below."""
+    """Draw values over steps with braille dots; the axes name the highest and lowest value, the first and last step.
+
+    Each character cell holds two by four dots, so that the curve has eight times the resolution of the text.
+    """
     points = [(step, value) for step, value in curve if math.isfinite(value)]
     if not points:
         return "(no finite values)"
@@ -56,7 +64,7 @@ def terminal_curve(curve: Points, width: int = 72, height: int = 12) -> str:
 
 
 def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
-    """The dots of a straight line."""
+    """Return the dots of a straight line."""
     count = max(abs(end[0] - start[0]), abs(end[1] - start[1]), 1)
     return [
         (
@@ -67,34 +75,75 @@ def _between(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, in
     ]
 
 
-def write_curves(path: Path, title: str, curves: Mapping[str, Points]) -> None:
-    """Curves over steps into a file, as its ending says."""
+def check_output(path: Path) -> None:
+    """Raise if a file's extension is none that can be drawn, or needs a package that is not installed."""
     kind = path.suffix.lower()
     if kind not in FORMATS:
-        raise InvalidInputError(f"{path}: the name must end in {', '.join(FORMATS)}", field="output")
+        raise InvalidInputError(f"{path}: the file name must end in {', '.join(FORMATS)}", field="output")
+    if kind == ".png":
+        _figure_class()
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise TinkerError(
+            "a .png file needs matplotlib, which is not installed: pip install 'tinsmith[plot]' (.svg and .html need "
+            "nothing)"
+        ) from None
+    return Figure
+
+
+def write_curves(path: Path, title: str, curves: Mapping[str, Points]) -> None:
+    """Write curves to a file, in the format that its extension names."""
+    check_output(path)
+    kind = path.suffix.lower()
     if kind == ".svg" and len(curves) != 1:
         raise InvalidInputError(
-            f"{path}: an SVG holds one curve; choose one with --metric, or write .html", field="output"
+            f"{path}: an SVG file holds one curve, got {len(curves)}; choose one with --metric, or write .html",
+            field="output",
         )
     try:
         path.write_bytes(_encoded(kind, title, curves))
     except OSError as error:
-        raise TinkerError(f"{path} cannot be written: {error.strerror}") from error
+        raise TinkerError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _encoded(kind: str, title: str, curves: Mapping[str, Points]) -> bytes:
     if kind == ".png":
-        from tinsmith.cli.png import curves_png
-
-        return curves_png(title, curves)
+        return _png(title, curves)
     drawn = {name: _svg(name, points) for name, points in curves.items()}
     text = next(iter(drawn.values())) + "\n" if kind == ".svg" else _page(title, drawn)
     return text.encode()
 
 
-def _svg(name: str, curve: Points) -> str:
-    """The report's curve as a picture that stands alone."""
+def columns_of(curve: Points) -> tuple[list[float], list[float]]:
+    """Return the steps and the values of a curve, without the values that are not finite."""
     points = [(step, value) for step, value in curve if math.isfinite(value)]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def _png(title: str, curves: Mapping[str, Points]) -> bytes:
+    """Draw the curves one below the other."""
+    # A Figure of its own needs no display, unlike matplotlib.pyplot. The size is in inches.
+    figure = _figure_class()(figsize=(9, 0.6 + 3 * len(curves)), layout="constrained")
+    figure.suptitle(title, parse_math=False)  # a "$" in a name is a "$", not a formula
+    rows = figure.subplots(len(curves), squeeze=False)[:, 0]
+    for axes, (name, curve) in zip(rows, curves.items(), strict=True):
+        steps, values = columns_of(curve)
+        axes.plot(steps, values, color=COLOUR, marker="o" if len(steps) == 1 else None)
+        axes.set_title(name, loc="left", parse_math=False)
+        axes.set_xlabel("step" if steps else "no finite values")
+        axes.grid(alpha=0.3)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120)
+    return picture.getvalue()
+
+
+def _svg(name: str, curve: Points) -> str:
+    """Return the report's curve as an SVG document of its own."""
+    points = list(zip(*columns_of(curve), strict=True))
     alone = '<svg xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" font-size="12" '
     drawn = (
         curve_svg(name, points)

@@ -1,7 +1,4 @@
-"""Steps as they are done: a bar in a terminal, lines elsewhere.
-
-Does not know: what a step is.
-"""
+"""Progress of a loop: a bar in a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ LINE_EVERY_S = 5.0
 
 
 class ProgressView:
-    """A `with` block in which steps are shown on a console of rich."""
+    """A context manager that shows finished steps on a rich console."""
 
     def __init__(self, console: Any, total: int, first: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._total = total
         self._first = first
         self._clock = clock
-        self._said: float | None = None
+        self._printed_at: float | None = None
         self._bar: Any = None
         self._task: Any = None
 
@@ -45,22 +42,22 @@ class ProgressView:
             self._bar.stop()
 
     def step(self, number: int, what: str, rest: str) -> None:
-        """A step is done; `what` goes to the left of the bar, `rest` to its right."""
+        """Show that a step is done, with `what` to the left of the bar and `rest` to its right."""
         if self._bar is not None:
             self._bar.update(self._task, completed=number, what=what, rest=rest)
             return
         now = self._clock()
-        if self._said is None or number == self._total or now - self._said >= LINE_EVERY_S:
-            self._said = now
+        if self._printed_at is None or number == self._total or now - self._printed_at >= LINE_EVERY_S:
+            self._printed_at = now
             self.note(f"step {number}/{self._total}  {what}  {rest}")
 
     def note(self, text: str) -> None:
-        """A line of its own, above the bar."""
-        self._console.print(text, soft_wrap=True)
+        """Print a line above the bar."""
+        self._console.print(text, soft_wrap=True, markup=False)
 
 
 def duration(seconds: float) -> str:
-    """A time as people read it."""
+    """Format a duration in one or two units."""
     whole = round(seconds)
     if whole < 100:
         return f"{whole} s"

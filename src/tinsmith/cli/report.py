@@ -1,4 +1,4 @@
-"""A run as one HTML file: figures, curves as SVG, answers before and after. No scripts, nothing fetched."""
+"""The HTML report of a run: figures, curves as SVG, answers before and after. One file, without scripts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def curve_svg(name: str, points: Points) -> str:
-    """Values over steps."""
+    """Draw values over steps as an SVG element."""
     if not points:
         return ""
     values = [value for _, value in points]
@@ -39,7 +39,7 @@ def curve_svg(name: str, points: Points) -> str:
 
 
 def numbered(values: Sequence[float]) -> Points:
-    """Values of steps 1, 2, ..."""
+    """Number values as steps 1, 2, ..."""
     return list(enumerate(values, start=1))
 
 
@@ -49,7 +49,7 @@ def report_html(
     curves: Mapping[str, Points],
     answers: Sequence[tuple[str, str, str]] = (),
 ) -> str:
-    """The whole page; `answers` are prompts with what was said before and after."""
+    """Return the page; `answers` are prompts with the model's answer before and after training."""
     facts = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in figures.items())
     plots = "\n".join(f"<h2>{escape(name)}</h2>\n{curve_svg(name, points)}" for name, points in curves.items())
     return f"""<!doctype html>

@@ -1,7 +1,7 @@
-"""Going on after a run was lost: from its last checkpoint, and never silently.
+"""Resuming a lost run from its last checkpoint, and never silently.
 
-Owns: noticing that the server no longer has a model, making it again, telling the program how far it fell back.
-Does not know: how to repeat the operations since the checkpoint; the program does, it has the data.
+When the server no longer has the model, a new one is created from the checkpoint and the program learns how many steps
+were lost. Repeating them is up to the program, which has the data.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tinsmith.client.futures import Future, submitted
+from tinsmith.client.runtime.futures import Future, submitted
 from tinsmith.client.training import TrainingClient
 from tinsmith.errors import APIStatusError, RetryableException, RunRecoveredError, TinkerError
-from tinsmith.wire.inputs import Datum
-from tinsmith.wire.training import ForwardBackwardOutput, LossFnType, OptimParams, OptimStepResponse
-from tinsmith.wire.weights import SaveWeightsResponse
+from tinsmith.wire.losses import LossFnType
+from tinsmith.wire.messages.training import ForwardBackwardOutput, OptimParams, OptimStepResponse
+from tinsmith.wire.messages.weights import SaveWeightsResponse
+from tinsmith.wire.values.inputs import Datum
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveryEvent:
-    """A run that was lost and made again."""
+    """A run that was lost and resumed."""
 
     lost_model_id: str
     new_model_id: str
     checkpoint: str
     steps_lost: int
-    """Optimizer steps since the checkpoint, to be done again."""
+    """Optimizer steps since the checkpoint, to be repeated."""
     cause: BaseException
 
 
 class RecoveringTrainingClient:
-    """A training client that survives the loss of its run. Made by `ServiceClient.with_recovery`.
+    """A training client that survives the loss of its run. Created by `ServiceClient.with_recovery`.
 
-    When the server no longer has the model (404, 410, a lost promise), a new one is made from the latest `save_state`
-    with its optimizer, `on_recovery` is told, and the operation raises RunRecoveredError: catch it, go back to the
-    step of the checkpoint, and go on with this same client.
+    When the server no longer has the model (404, 410, a lost promise), a new one is created from the latest
+    `save_state` with its optimizer, `on_recovery` is called, and the operation raises RunRecoveredError: catch it, go
+    back to the step of the checkpoint, and continue with this same client.
     """
 
     def __init__(
@@ -59,14 +60,14 @@ class RecoveringTrainingClient:
         self._left = max_recoveries
         self._counting = threading.Lock()
         self._called = 0
-        """Optimizer steps called for so far; the others are counts of these."""
+        """Optimizer steps called so far; `_done` and `_saved_at` count the same steps."""
         self._done = 0
         self._saved_at = 0
         self._lock: asyncio.Lock | None = None
 
     @property
     def current(self) -> TrainingClient:
-        """The client of the run as it is now."""
+        """The client of the current run."""
         return self._client
 
     @property
@@ -108,7 +109,7 @@ class RecoveringTrainingClient:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> Future[SaveWeightsResponse]:
-        """Save weights and optimizer; this is where a lost run goes on from."""
+        """Save weights and optimizer; a lost run resumes from here."""
         with self._counting:
             saved = self._client.save_state(name, ttl_seconds, overwrite, user_metadata)
             number = self._called
@@ -120,7 +121,7 @@ class RecoveringTrainingClient:
         self._done = max(self._done, number)
 
     def _saved(self, answer: SaveWeightsResponse, number: int) -> None:
-        """A checkpoint holds the steps called before it, in whatever order the results are heard of."""
+        """Note a checkpoint. It contains the steps called before it, in whatever order the results arrive."""
         if number >= self._saved_at:
             self._checkpoint, self._saved_at = answer.path, number
 
@@ -140,16 +141,18 @@ class RecoveringTrainingClient:
         return result
 
     async def _recover(self, lost: TrainingClient, cause: Exception) -> Exception:
-        """Make the run again, once for all operations that noticed; what to raise."""
+        """Resume the run, once for all operations that failed, and return the error to raise."""
         self._lock = self._lock or asyncio.Lock()
         async with self._lock:
             if self._client is not lost:
-                return RunRecoveredError("this operation was on its way when the run was lost; it was recovered since")
+                return RunRecoveredError(
+                    "the run was lost while this operation was in progress, and has been recovered since"
+                )
             if self._checkpoint is None:
-                cause.add_note("The run cannot be recovered: it has no checkpoint. Call save_state now and then.")
+                cause.add_note("The run cannot be recovered: it has no checkpoint. Call save_state from time to time.")
                 return cause
             if self._left == 0:
-                cause.add_note("The run was lost again; no recoveries are left.")
+                cause.add_note("The run was lost again, and max_recoveries is used up.")
                 return cause
             self._left -= 1
             logger.warning("run %s is lost (%s); resuming from %s", lost.model_id, cause, self._checkpoint)
@@ -161,8 +164,8 @@ class RecoveringTrainingClient:
             if self._on_recovery is not None:
                 await asyncio.to_thread(self._on_recovery, event)
             return RunRecoveredError(
-                f"run {event.lost_model_id} was lost and goes on as {event.new_model_id} from {event.checkpoint}; "
-                f"{event.steps_lost} optimizer steps have to be done again"
+                f"run {event.lost_model_id} was lost and resumed as {event.new_model_id} from {event.checkpoint}; "
+                f"repeat the last {event.steps_lost} optimizer steps"
             )
 
 

@@ -1,4 +1,4 @@
-"""Runs, checkpoints, sessions and samplers: looking, publishing, deleting, downloading."""
+"""Runs, checkpoints, sessions and samplers: listing, publishing, deleting, downloading."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from datetime import date, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tinsmith.client.administration import AdminClient
-from tinsmith.client.downloads import Progress, download_files
-from tinsmith.client.futures import Future, awaited
-from tinsmith.client.operations import Operations
-from tinsmith.client.sessionless import SessionlessClient
+from tinsmith.client.admin import AdminClient, SessionlessClient
+from tinsmith.client.connection.downloads import DownloadProgress, download_files
+from tinsmith.client.connection.operations import Operations
+from tinsmith.client.runtime.futures import Future, awaited
 from tinsmith.errors import ExperimentalWarning, InvalidInputError, TinkerError
 from tinsmith.transport.base import Purpose
-from tinsmith.wire import routes
-from tinsmith.wire.admin import AuditEventType, AuditLogResponse, BillingUsageResponse
-from tinsmith.wire.admin import CurrentCheckpointStorageUsageResponse as StorageUsageResponse
 from tinsmith.wire.message import NOT_GIVEN
-from tinsmith.wire.runs import (
+from tinsmith.wire.messages.admin import AuditEventType, AuditLogResponse, BillingUsageResponse
+from tinsmith.wire.messages.admin import CurrentCheckpointStorageUsageResponse as StorageUsageResponse
+from tinsmith.wire.messages.runs import (
     AccessQuery,
     AccessScope,
     Checkpoint,
@@ -33,9 +31,9 @@ from tinsmith.wire.runs import (
     TrainingRun,
     TrainingRunsResponse,
 )
-from tinsmith.wire.sampling import GetSamplerResponse
-from tinsmith.wire.service import WhoamiResponse
-from tinsmith.wire.sessions import (
+from tinsmith.wire.messages.sampling import GetSamplerResponse
+from tinsmith.wire.messages.service import WhoamiResponse
+from tinsmith.wire.messages.sessions import (
     AssignProjectRequest,
     GetSessionResponse,
     ListSessionsQuery,
@@ -43,13 +41,14 @@ from tinsmith.wire.sessions import (
     SessionSearchRequest,
     SessionSearchResponse,
 )
-from tinsmith.wire.weights import (
+from tinsmith.wire.messages.weights import (
     CopyWeightsRequest,
     ExternalWeightsUrlsResponse,
     ParsedCheckpointTinkerPath,
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from tinsmith.wire.routes import table as routes
 
 T = TypeVar("T")
 
@@ -58,7 +57,7 @@ PAGE = 100
 
 
 class RestClient(SessionlessClient):
-    """Runs, checkpoints, sessions and samplers of one's own. Needs no session."""
+    """A client for the user's runs, checkpoints, sessions and samplers. It needs no session."""
 
     _not_raw = SessionlessClient._not_raw | {
         "copy_weights",
@@ -71,7 +70,7 @@ class RestClient(SessionlessClient):
     }
 
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> Future[TrainingRun]:
-        """One training run."""
+        """Return a training run."""
         return self._call(
             routes.GET_TRAINING_RUN,
             "get_training_run",
@@ -84,7 +83,7 @@ class RestClient(SessionlessClient):
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
     ) -> Future[TrainingRun]:
-        """The training run that a checkpoint belongs to."""
+        """Return the training run that a checkpoint belongs to."""
         run_id = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path).training_run_id
         return self._call(
             routes.GET_TRAINING_RUN,
@@ -96,7 +95,7 @@ class RestClient(SessionlessClient):
     get_training_run_by_tinker_path_async = awaited(get_training_run_by_tinker_path)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> Future[WeightsInfoResponse]:
-        """What a checkpoint was made with: base model, rank, trained parts."""
+        """Return the base model, rank and trained parts of a checkpoint."""
         return self._call(
             routes.WEIGHTS_INFO, "get_weights_info_by_tinker_path", WeightsInfoRequest(tinker_path=tinker_path)
         )
@@ -104,7 +103,7 @@ class RestClient(SessionlessClient):
     def list_training_runs(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned", project_id: str | None = None
     ) -> Future[TrainingRunsResponse]:
-        """A page of training runs, newest first."""
+        """Return a page of training runs, newest first."""
         query = ListTrainingRunsQuery(
             limit=limit, offset=offset, access_scope=access_scope, project_id=_given(project_id)
         )
@@ -115,31 +114,31 @@ class RestClient(SessionlessClient):
     def iter_training_runs(
         self, access_scope: AccessScope = "owned", project_id: str | None = None
     ) -> Iterator[TrainingRun]:
-        """All training runs, fetched page by page."""
+        """Iterate over all training runs, fetched page by page."""
         return _pages(
             lambda offset: self.list_training_runs(PAGE, offset, access_scope, project_id),
             lambda page: page.training_runs,
         )
 
     def list_checkpoints(self, training_run_id: str) -> Future[CheckpointsListResponse]:
-        """The checkpoints of one run."""
+        """Return the checkpoints of a run."""
         return self._call(routes.LIST_CHECKPOINTS, "list_checkpoints", path={"training_run_id": training_run_id})
 
     list_checkpoints_async = awaited(list_checkpoints)
 
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> Future[CheckpointsListResponse]:
-        """A page of all checkpoints of this user."""
+        """Return a page of all checkpoints of this user."""
         query = ListCheckpointsQuery(limit=limit, offset=offset)
         return self._call(routes.LIST_USER_CHECKPOINTS, "list_user_checkpoints", query=query)
 
     list_user_checkpoints_async = awaited(list_user_checkpoints)
 
     def iter_checkpoints(self) -> Iterator[Checkpoint]:
-        """All checkpoints of this user, fetched page by page."""
+        """Iterate over all checkpoints of this user, fetched page by page."""
         return _pages(lambda offset: self.list_user_checkpoints(PAGE, offset), lambda page: page.checkpoints)
 
     def get_external_weights_urls(self, tinker_path: str) -> Future[ExternalWeightsUrlsResponse]:
-        """Signed addresses of the files of an external checkpoint."""
+        """Return signed URLs of the files of an external checkpoint."""
         return self._call(
             routes.GET_EXTERNAL_WEIGHTS_URLS, "get_external_weights_urls", path=_checkpoint_path(tinker_path)
         )
@@ -147,13 +146,16 @@ class RestClient(SessionlessClient):
     get_external_weights_urls_async = awaited(get_external_weights_urls)
 
     def download_external_weights(
-        self, tinker_path: str, folder: str | os.PathLike[str], progress: Callable[[Progress], None] | None = None
+        self,
+        tinker_path: str,
+        folder: str | os.PathLike[str],
+        progress: Callable[[DownloadProgress], None] | None = None,
     ) -> Future[list[Path]]:
-        """Download an external checkpoint's files into a folder; goes on where an earlier try was cut off."""
+        """Download an external checkpoint's files into a folder, resuming an interrupted download."""
 
         async def run() -> list[Path]:
             urls = await self.get_external_weights_urls(tinker_path)
-            return await download_files(self.holder.connection.transport(), urls.urls, Path(folder), progress)
+            return await download_files(self.holder.connection, urls.urls, Path(folder), progress)
 
         return self.holder.submit("download_external_weights", run())
 
@@ -175,7 +177,7 @@ class RestClient(SessionlessClient):
     delete_checkpoint_from_tinker_path_async = awaited(delete_checkpoint_from_tinker_path)
 
     def publish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        """Let everybody load a checkpoint."""
+        """Publish a checkpoint, so that everyone can load it."""
         return self._call(
             routes.PUBLISH_CHECKPOINT, "publish_checkpoint_from_tinker_path", path=_checkpoint_path(tinker_path)
         )
@@ -183,7 +185,7 @@ class RestClient(SessionlessClient):
     publish_checkpoint_from_tinker_path_async = awaited(publish_checkpoint_from_tinker_path)
 
     def unpublish_checkpoint_from_tinker_path(self, tinker_path: str) -> Future[None]:
-        """Take a checkpoint back."""
+        """Unpublish a checkpoint."""
         return self._call(
             routes.UNPUBLISH_CHECKPOINT, "unpublish_checkpoint_from_tinker_path", path=_checkpoint_path(tinker_path)
         )
@@ -191,7 +193,7 @@ class RestClient(SessionlessClient):
     unpublish_checkpoint_from_tinker_path_async = awaited(unpublish_checkpoint_from_tinker_path)
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> Future[None]:
-        """Let a checkpoint expire in so many seconds; None: never."""
+        """Set the seconds until a checkpoint expires; None: never."""
         return self._call(
             routes.SET_CHECKPOINT_TTL,
             "set_checkpoint_ttl_from_tinker_path",
@@ -209,7 +211,7 @@ class RestClient(SessionlessClient):
         ttl_seconds: int | None = None,
         weights_access_token: str | None = None,
     ) -> Future[str]:
-        """Copy a checkpoint into a project; the path of the copy."""
+        """Copy a checkpoint into a project and return the path of the copy."""
         project = destination_project_id or self.holder.connection.config.project_id
         if not project:
             raise InvalidInputError("copy_weights needs destination_project_id (or TINKER_PROJECT_ID)")
@@ -219,7 +221,7 @@ class RestClient(SessionlessClient):
     copy_weights_async = awaited(copy_weights)
 
     def get_session(self, session_id: str, access_scope: AccessScope = "owned") -> Future[GetSessionResponse]:
-        """The runs and samplers of a session."""
+        """Return the runs and samplers of a session."""
         return self._call(
             routes.GET_SESSION,
             "get_session",
@@ -232,14 +234,14 @@ class RestClient(SessionlessClient):
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> Future[ListSessionsResponse]:
-        """A page of session ids."""
+        """Return a page of session ids."""
         query = ListSessionsQuery(limit=limit, offset=offset, access_scope=access_scope)
         return self._call(routes.LIST_SESSIONS, "list_sessions", query=query)
 
     list_sessions_async = awaited(list_sessions)
 
     def iter_sessions(self, access_scope: AccessScope = "owned") -> Iterator[str]:
-        """All session ids, fetched page by page."""
+        """Iterate over all session ids, fetched page by page."""
         return _pages(lambda offset: self.list_sessions(PAGE, offset, access_scope), lambda page: page.sessions)
 
     def assign_session_project(self, session_id: str, project_id: str) -> Future[None]:
@@ -254,7 +256,7 @@ class RestClient(SessionlessClient):
     assign_session_project_async = awaited(assign_session_project)
 
     def export_session_trace(self, session_id: str) -> Future[str]:
-        """The address of a trace of the session's requests, once the server has made it."""
+        """Return the URL of a trace of the session's requests, once the server has created it."""
 
         async def run() -> str:
             while True:
@@ -264,7 +266,7 @@ class RestClient(SessionlessClient):
                 if answer.status == "ready":
                     return str(answer.url)
                 if answer.status == "failed":
-                    raise TinkerError(f"the trace of {session_id} could not be made: {answer.error}")
+                    raise TinkerError(f"exporting the trace of {session_id} failed: {answer.error}")
                 await asyncio.sleep(TRACE_POLL_S)
 
         return self.holder.submit("export_session_trace", run())
@@ -272,20 +274,20 @@ class RestClient(SessionlessClient):
     export_session_trace_async = awaited(export_session_trace)
 
     def get_sampler(self, sampler_id: str) -> Future[GetSamplerResponse]:
-        """What a sampler samples from."""
+        """Return the base model and checkpoint of a sampler."""
         return self._call(routes.GET_SAMPLER, "get_sampler", path={"sampler_id": sampler_id})
 
     get_sampler_async = awaited(get_sampler)
 
     def search_sessions(self, request: SessionSearchRequest) -> Future[SessionSearchResponse]:
-        """Sessions by name, metadata, owner or status, newest first."""
+        """Search sessions by name, metadata, owner or status, newest first."""
         warnings.warn("search_sessions is experimental", ExperimentalWarning, stacklevel=2)
         return self._call(routes.SEARCH_SESSIONS, "search_sessions", request)
 
     search_sessions_async = awaited(search_sessions)
 
     def whoami(self) -> Future[WhoamiResponse]:
-        """Who the credential belongs to, as its token says; servers without tokens cannot tell."""
+        """Return the owner of the credential, from its token. Needs a server that issues tokens."""
 
         async def run() -> WhoamiResponse:
             connection = self.holder.connection
@@ -293,7 +295,9 @@ class RestClient(SessionlessClient):
             await connection.auth.header()
             claims = connection.auth.claims()
             if not claims or "sub" not in claims:
-                raise RuntimeError("whoami needs a server that hands out tokens; this one takes the key as it is")
+                raise RuntimeError(
+                    "whoami needs a server that issues tokens; this server authenticates by API key only"
+                )
             return WhoamiResponse(
                 user_urn=str(claims["sub"]),
                 org_urn=f"tml:organization:{claims.get('org_id')}",
@@ -329,7 +333,7 @@ class RestClient(SessionlessClient):
 
 
 def copy_weights(holder: Operations, request: CopyWeightsRequest, token: str | None) -> Future[str]:
-    """Copy a checkpoint; a foreign one needs a key of its owner, which travels in a header."""
+    """Copy a checkpoint. Another user's checkpoint needs an access token of its owner, sent in a header."""
 
     async def run() -> str:
         headers = {"x-idempotency-key": str(uuid.uuid4()), "x-sdk-method": "copy_weights"}
@@ -348,7 +352,7 @@ def _checkpoint_path(tinker_path: str) -> dict[str, str]:
 
 
 def _pages(fetch: Callable[[int], Future[Any]], items_of: Callable[[Any], list[T]]) -> Iterator[T]:
-    """Items of all pages; a server may give fewer at a time than were asked for."""
+    """Iterate over the items of all pages; a server may return fewer at a time than requested."""
     offset = 0
     while True:
         page = fetch(offset).result()

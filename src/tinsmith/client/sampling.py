@@ -1,6 +1,7 @@
-"""Sampling from a model or from saved weights.
+"""Sampling from a base model or from saved weights.
 
-Owns: a sampler's numbers, its retries, its pickled form (which holds no key). Does not know: sessions' lives, HTTP.
+A `SamplingClient` numbers its samples, submits them within the limits of the server, retries them, and can be pickled
+(without its key) so that other processes sample from the same sampler.
 """
 
 from __future__ import annotations
@@ -10,50 +11,41 @@ import base64
 import binascii
 import logging
 import os
-import random
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
 
-from tinsmith.client.connection import Connection
-from tinsmith.client.deadlines import Limit
-from tinsmith.client.embedded import client_config
-from tinsmith.client.futures import Future, awaited, blocking
-from tinsmith.client.operations import Operations, cancel_sample
-from tinsmith.client.outage import Affected
-from tinsmith.client.polling import wait_for_result
-from tinsmith.client.progress import ProgressWatch
-from tinsmith.client.retry_config import RetryConfig
-from tinsmith.client.sample_batches import SampleSubmits
-from tinsmith.client.sample_results import SamplingSessionPoller, Told
-from tinsmith.client.sequence import Sequence
-from tinsmith.client.session import Session
-from tinsmith.client.streaming import SampledTokens, stream_sample
-from tinsmith.client.tokenizing import tokenizer_of
+from tinsmith.client.connection.connection import Connection
+from tinsmith.client.connection.local_engine import client_config
+from tinsmith.client.connection.official_options import RetryConfig
+from tinsmith.client.connection.operations import Operations, cancel_sample
+from tinsmith.client.connection.outage import Affected, ProgressWatch
+from tinsmith.client.connection.polling import wait_for_result
+from tinsmith.client.connection.session import Session
+from tinsmith.client.runtime.deadlines import Limit
+from tinsmith.client.runtime.futures import Future, awaited, blocking
+from tinsmith.client.runtime.sequence import Numbers
+from tinsmith.client.submit.poll_together import PollOutcome, SamplingSessionPoller
+from tinsmith.client.submit.samples_together import SampleSubmits
+from tinsmith.client.submit.stream import SampledTokens, stream_sample
+from tinsmith.client.tokenizers.find import tokenizer_of
 from tinsmith.errors import (
     APIConnectionError,
     APIStatusError,
     BillingError,
     InvalidInputError,
+    NotFoundError,
     RateLimitError,
     RetryableException,
     TinkerError,
 )
 from tinsmith.transport.base import Purpose
-from tinsmith.transport.retry import next_delay_s
-from tinsmith.wire import json_codec
-from tinsmith.wire.chunks import EncodedTextChunk
-from tinsmith.wire.inputs import ModelInput
+from tinsmith.transport.retry import NO_RETRY, Retries, RetryPolicy, RetryWait, retrying
+from tinsmith.wire.codecs import json_codec
 from tinsmith.wire.message import NOT_GIVEN
-from tinsmith.wire.routes import (
-    ASAMPLE,
-    CREATE_SAMPLING_SESSION,
-    GET_SAMPLER,
-    JOIN_SAMPLING_SESSION,
-)
-from tinsmith.wire.sampling import (
+from tinsmith.wire.messages.sampling import (
     CreateSamplingSessionRequest,
     JoinSamplingSessionRequest,
     SampledSequence,
@@ -61,13 +53,22 @@ from tinsmith.wire.sampling import (
     SampleResponse,
     SamplingParams,
 )
-from tinsmith.wire.tensors import TensorData
-from tinsmith.wire.weights import PATH_PREFIX
+from tinsmith.wire.messages.weights import PATH_PREFIX
+from tinsmith.wire.routes.table import (
+    ASAMPLE,
+    CREATE_SAMPLING_SESSION,
+    GET_SAMPLER,
+    JOIN_SAMPLING_SESSION,
+)
+from tinsmith.wire.rules.sample_rules import check_options
+from tinsmith.wire.values.chunks import EncodedTextChunk
+from tinsmith.wire.values.inputs import ModelInput
+from tinsmith.wire.values.tensors import TensorData
 
 logger = logging.getLogger(__name__)
 
 CLONE_BLOCK = 10**9
-"""A clone numbers its requests in a block of its own."""
+"""Each clone numbers its requests in its own block."""
 SMALL_PROMPT_BYTES = 128 * 1024
 PROMPT_BYTES_PER_TOKEN = 10
 PORTABLE_RETRY = (
@@ -79,11 +80,11 @@ PORTABLE_RETRY = (
     "enable_retry_logic",
     "enable_stuck_detection",
 )
-"""The retry settings that go along with a sampler; exception classes stay behind."""
+"""The retry settings that a pickled sampler keeps; exception classes are left out."""
 
 
 class SamplerState(msgspec.Struct, frozen=True):
-    """What another process needs to sample from the same sampler; no credential."""
+    """What another process needs to sample from the same sampler. It contains no credential."""
 
     base_url: str
     session_id: str | None
@@ -109,7 +110,7 @@ class SamplingClient:
         self._retry = retry_config or RetryConfig()
         self._record_stability_info = record_stability_info
         self._is_clone = shadow
-        self._numbers: Sequence | None = None if shadow else Sequence()
+        self._numbers: Numbers | None = None if shadow else Numbers()
         self._clone = 0
         self._poller: SamplingSessionPoller | None = None
         self._submits = SampleSubmits(holder)
@@ -127,9 +128,13 @@ class SamplingClient:
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> Future[SamplingClient]:
-        """A sampler of saved weights (`tinker://` path) or of a base model."""
+        """Create a sampler of saved weights (a `tinker://` path) or of a base model.
+
+        With both, the weights are sampled and `base_model` must be theirs. Only the path is sent then: servers may
+        refuse a request that has both.
+        """
         if model_path is None and base_model is None and sampling_session_id is None:
-            raise InvalidInputError("a sampling client needs model_path or base_model")
+            raise InvalidInputError("create_sampling_client needs model_path or base_model", field="model_path")
         if model_path is not None and not model_path.startswith(PATH_PREFIX):
             raise InvalidInputError(f"model_path: {model_path!r} must begin with {PATH_PREFIX}", field="model_path")
         number = holder.session.samplers.take()
@@ -137,10 +142,12 @@ class SamplingClient:
         async def run() -> SamplingClient:
             session_id = sampling_session_id
             if session_id is None:
+                if model_path is not None and base_model is not None:
+                    await _check_base_model(holder, model_path, base_model)
                 request = CreateSamplingSessionRequest(
                     session_id=await holder.session.id(),
                     sampling_session_seq_id=number,
-                    base_model=NOT_GIVEN if base_model is None else base_model,
+                    base_model=NOT_GIVEN if base_model is None or model_path is not None else base_model,
                     model_path=NOT_GIVEN if model_path is None else model_path,
                 )
                 answer = await holder.connection.call(CREATE_SAMPLING_SESSION, request, purpose=Purpose.SESSION)
@@ -185,7 +192,7 @@ class SamplingClient:
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> Future[list[float | None]]:
-        """The logprob of each prompt token given those before it; None for the first."""
+        """Return the logprob of each prompt token given those before it; None for the first."""
         request = self._request(prompt, 1, SamplingParams(max_tokens=1), True, 0, 0, None, 0, prompt_logprobs_last_n)
         return self.holder.submit(
             "compute_logprobs", self._prompt_logprobs(request), limit=self._limit("compute_logprobs")
@@ -196,12 +203,12 @@ class SamplingClient:
     def sample_stream(
         self, prompt: ModelInput, sampling_params: SamplingParams, num_samples: int = 1
     ) -> AsyncIterator[SampledTokens]:
-        """Tokens as they are drawn; to be iterated with `async for`. Servers without streaming refuse it at once."""
+        """Yield tokens as they are drawn, for `async for`. Raises TinkerError if the server does not stream."""
         request = self._request(prompt, num_samples, sampling_params, False, 0, 0, None, 0, None)
         return stream_sample(self.holder, request, self._take_number, self._limit("sample_stream"))
 
     def _get_base_model(self) -> Future[str]:
-        """The name of the base model behind this sampler."""
+        """Return the name of the base model that this sampler uses."""
 
         async def run() -> str:
             if self._base_model is None:
@@ -215,23 +222,25 @@ class SamplingClient:
     get_base_model_async = awaited(_get_base_model)
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer: from the server where it serves one, else from a directory or the hub."""
+        """Return the model's tokenizer: the server's if it has one, else from a directory or the Hugging Face hub."""
         return tokenizer_of(self.holder, self.get_base_model(), None)
 
     def get_telemetry(self) -> Any:
         return self.holder.telemetry
 
     def get_sampler_handle(self) -> str:
-        """A text that other processes turn into a client of the same sampler; it holds no credential."""
+        """Return a string from which other processes create a client of the same sampler. It contains no credential."""
         return base64.urlsafe_b64encode(msgspec.json.encode(self._state())).decode()
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
-        """A client for the sampler behind a handle, with this process's credentials or the given key."""
+        """Create a client from a sampler handle, with this process's credentials or the given key."""
         try:
             state = msgspec.json.decode(base64.urlsafe_b64decode(handle), type=SamplerState)
         except (ValueError, TypeError, AttributeError, binascii.Error, msgspec.MsgspecError):
-            raise InvalidInputError("handle: not a sampler handle", field="handle") from None
+            raise InvalidInputError(
+                "handle: not a valid sampler handle; pass what get_sampler_handle() returned", field="handle"
+            ) from None
         return _rebuild(state, api_key)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -265,9 +274,7 @@ class SamplingClient:
         if not isinstance(params, SamplingParams):
             kind = type(params).__name__
             raise InvalidInputError(f"sampling_params: expected SamplingParams, got {kind}", field="sampling_params")
-        if last_n is not None and not (include_prompt_logprobs or topk_prompt or target is not None or alternatives):
-            raise InvalidInputError("prompt_logprobs_last_n: nothing about the prompt is asked for")
-        return SampleRequest(
+        request = SampleRequest(
             num_samples=num_samples,
             prompt=prompt,
             sampling_params=params,
@@ -280,21 +287,22 @@ class SamplingClient:
             prompt_logprobs_last_n=NOT_GIVEN if last_n is None else last_n,
             record_stability_info=self._record_stability_info,
         )
+        check_options(request)
+        return request
 
     async def _prompt_logprobs(self, request: SampleRequest) -> list[float | None]:
         response = await self._sample(request)
         if response.prompt_logprobs is None:
-            raise TinkerError("the server returned no prompt logprobs although they were asked for")
+            raise TinkerError("the server returned no prompt logprobs, although the request asked for them")
         return response.prompt_logprobs
 
     async def _sample(self, request: SampleRequest) -> SampleResponse:
-        """Try until it is done: a lost promise or connection means a new submission under a new number."""
-        started = time.monotonic()
+        """Sample, with retries: after a lost promise or connection the sample is submitted again under a new number."""
         is_watched = self._retry.enable_stuck_detection and self.holder.connection.server.sample_enable_stuck_detection
         if is_watched:
             self._progress.enter()
         try:
-            return await self._sample_until_done(request, started)
+            return await self._sample_until_done(request)
         except asyncio.CancelledError:
             if is_watched and self._progress.gave_up():
                 silent = self._retry.progress_timeout
@@ -307,40 +315,34 @@ class SamplingClient:
             if is_watched:
                 self._progress.leave()
 
-    async def _sample_until_done(self, request: SampleRequest, started: float) -> SampleResponse:
-        attempt = 0
+    async def _sample_until_done(self, request: SampleRequest) -> SampleResponse:
         trouble = Affected(self.holder.outage)
+
+        def log(wait: RetryWait) -> None:
+            if trouble.begin():
+                logger.warning("sampling failed (%s); trying again", wait.error)
+
         try:
-            while True:
-                try:
-                    return await self._sample_once(request, trouble)
-                except Exception as error:
-                    if not self._goes_on_after(error, time.monotonic() - started):
-                        raise
-                    attempt += 1
-                    if trouble.begin():
-                        logger.warning("sampling failed (%s); trying again", error)
-                await asyncio.sleep(self._delay(attempt))
+            return await retrying(lambda _: self._sample_once(request, trouble), self._policy, on_wait=log)
         finally:
             trouble.over()
 
-    def _goes_on_after(self, error: Exception, elapsed_s: float) -> bool:
-        if not isinstance(error, (*self._retry.retryable_exceptions, APIStatusError)):
-            return False
-        if not self._may_retry(error) or self.holder.connection.server.sample_no_retries:
-            return False
-        is_lost = isinstance(error, RetryableException)
-        return is_lost or elapsed_s <= self.holder.connection.config.retry_deadline_s
+    def _policy(self) -> RetryPolicy:
+        """Return the retry policy that the caller's RetryConfig and the server's flags amount to now.
 
-    def _may_retry(self, error: BaseException) -> bool:
-        if not self._retry.enable_retry_logic:
-            return False
-        return bool(getattr(error, "retryable", True))
-
-    def _delay(self, attempt: int) -> float:
-        delay = float(min(self._retry.retry_delay_base * 2 ** (attempt - 1), self._retry.retry_delay_max))
-        spread = 1 + self._retry.jitter_factor * (2 * random.random() - 1)
-        return max(0.05, min(delay * spread, self._retry.retry_delay_max))
+        A lost promise is submitted again however old the sample is: the server has answered, it only forgot.
+        """
+        retry, connection = self._retry, self.holder.connection
+        if not retry.enable_retry_logic or connection.server.sample_no_retries:
+            return NO_RETRY
+        return RetryPolicy(
+            deadline_s=connection.config.retry_deadline_s,
+            first_delay_s=retry.retry_delay_base,
+            max_delay_s=retry.retry_delay_max,
+            jitter=(1 - retry.jitter_factor, 1 + retry.jitter_factor),
+            retry_on=(*retry.retryable_exceptions, APIStatusError),
+            no_deadline_for=(RetryableException,),
+        )
 
     async def _sample_once(self, request: SampleRequest, trouble: Affected) -> SampleResponse:
         holder, connection = self.holder, self.holder.connection
@@ -356,7 +358,7 @@ class SamplingClient:
             what = f"sample of {self.sampling_session_id}"
             observer = holder.queue_observer(what) if holder.queue_observer is not None else None
             submitted = time.monotonic()
-            told = await self._wait_with_others(promise.request_id)
+            outcome = await self._wait_with_others(promise.request_id)
             response: SampleResponse = await wait_for_result(
                 connection,
                 ASAMPLE,
@@ -364,11 +366,11 @@ class SamplingClient:
                 what=what,
                 outage=holder.outage,
                 observer=observer,
-                metadata_first=not told.is_done,
+                metadata_first=not outcome.is_done,
                 submit_s=submitted - started,
-                answer=told.answer,
+                answer=outcome.answer,
             )
-            if self._poller is not None and told.answer is None:
+            if self._poller is not None and outcome.answer is None:
                 self._poller.fetched(promise.request_id)
         except asyncio.CancelledError:
             if connection.dynamic.sample_cancel_enabled and not connection.runner.is_closed:
@@ -380,19 +382,20 @@ class SamplingClient:
         _check_response(request, response)
         return _with_ids(response, promise.sample_sequence_ids)
 
-    async def _wait_with_others(self, request_id: str) -> Told:
-        """Wait for a sample by the poll that all of this sampler share, where the server has it."""
+    async def _wait_with_others(self, request_id: str) -> PollOutcome:
+        """Wait for a sample through the poll shared by all samples of this sampler, if the server has one."""
         connection = self.holder.connection
         if not connection.server.sample_use_retrieve_futures:
-            return Told(False)
+            return PollOutcome(False)
         if self._poller is None:
             self._poller = SamplingSessionPoller(connection, self.sampling_session_id, self._clone, self.holder.outage)
         return await self._poller.wait(request_id)
 
     async def _submit(self, body: bytes, size: int) -> Any:
-        """Submit; "too many" makes all samplers of this server and key pause, then the same number goes again."""
-        connection, limits = self.holder.connection, self.holder.connection.limits
-        waited_since = time.monotonic()
+        """Submit a sample. After a 429 or 402 all samplers of this server and key pause, then the same number is sent
+        again."""
+        limits = self.holder.connection.limits
+        retries = Retries()
         while True:
             await limits.wait_for_pause()
             if not limits.sample_count.acquire_now(1):
@@ -405,18 +408,26 @@ class SamplingClient:
                 finally:
                     limits.sample_bytes.release(size)
             except (RateLimitError, BillingError) as error:
-                waited = time.monotonic() - waited_since
-                limit = connection.server.billing_exception_max_pause_duration_sec
-                if isinstance(error, BillingError) and waited > limit:
+                wait = retries.after(error, self._pause_policy(size))
+                if wait is None:
                     raise
-                wished = next_delay_s(connection.policy(), error, 1, 0.0, lambda: 1.0)
-                default = 1.0 if size <= SMALL_PROMPT_BYTES else 5.0
-                has_wish = any(name.lower().startswith("retry-after") for name in error.response.headers)
-                pause = wished if has_wish and wished is not None else default
-                if limits.pause(pause):
-                    logger.warning("%s; all sampling on this server pauses for %.1f s at a time", error, pause)
+                if limits.pause(wait.delay_s):
+                    logger.warning("%s; all sampling on this server pauses for %.1f s at a time", error, wait.delay_s)
             finally:
                 limits.sample_count.release(1)
+
+    def _pause_policy(self, size: int) -> RetryPolicy:
+        """Return how long samplers pause when the server has too much to do: a full server is waited for without a
+        deadline, an account without credit for as long as the server's configuration says."""
+        pause_s = 1.0 if size <= SMALL_PROMPT_BYTES else 5.0
+        return RetryPolicy(
+            deadline_s=self.holder.connection.server.billing_exception_max_pause_duration_sec,
+            no_deadline_for=(RateLimitError,),
+            first_delay_s=pause_s,
+            max_delay_s=pause_s,
+            billing_delay_s=pause_s,
+            jitter=(1.0, 1.0),
+        )
 
     async def _take_number(self) -> int:
         if self._numbers is None:
@@ -425,9 +436,9 @@ class SamplingClient:
             async with self._joining:
                 if self._numbers is None:
                     if self.holder.session.known_id is not None:
-                        await self.holder.session.id()  # a clone keeps the session alive, too
+                        await self.holder.session.id()  # a clone sends heartbeats for the session, too
                     self._clone = await self._clone_number()
-                    self._numbers = Sequence(self._clone * CLONE_BLOCK)
+                    self._numbers = Numbers(self._clone * CLONE_BLOCK)
         return self._numbers.take()
 
     async def _clone_number(self) -> int:
@@ -439,6 +450,20 @@ class SamplingClient:
         return int.from_bytes(os.urandom(8), "big") % (CLONE_BLOCK - 1) + 1
 
 
+async def _check_base_model(holder: Operations, model_path: str, base_model: str) -> None:
+    """Raise InvalidInputError if a checkpoint belongs to another base model than the caller says."""
+    try:
+        actual = (await holder.weights_info(model_path)).base_model
+    except NotFoundError:
+        return  # no such checkpoint, which creating the sampler reports, or a server from before weights_info
+    if actual != base_model:
+        raise InvalidInputError(
+            f"base_model: {base_model!r} is not the base model of {model_path}, which is {actual!r}; "
+            "leave base_model out to sample the checkpoint",
+            field="base_model",
+        )
+
+
 def _prompt_bytes(prompt: ModelInput) -> int:
     return sum(
         chunk.length * PROMPT_BYTES_PER_TOKEN if isinstance(chunk, EncodedTextChunk) else chunk.estimated_bytes
@@ -448,11 +473,11 @@ def _prompt_bytes(prompt: ModelInput) -> int:
 
 def _check_response(request: SampleRequest, response: SampleResponse) -> None:
     if request.prompt_alt_tokens_k and response.prompt_alt_tokens is None:
-        raise TinkerError("the server returned no alternative prompt tokens although they were asked for")
+        raise TinkerError("the server returned no alternative prompt tokens, although the request asked for them")
 
 
 def _with_ids(response: SampleResponse, ids: list[str] | None) -> SampleResponse:
-    """The sequences with the ids that the submit answer promised; servers before 0.26 give none."""
+    """Return the response with the sequence ids from the submit response; servers before 0.26 send none."""
     if not ids:
         return response
     if len(ids) != len(response.sequences):
@@ -465,7 +490,7 @@ def _with_ids(response: SampleResponse, ids: list[str] | None) -> SampleResponse
 
 
 def _rebuild(state: SamplerState, api_key: str | None = None) -> SamplingClient:
-    """A client in another process: own connection, own credentials, same sampler; it ends when it is dropped."""
+    """Recreate a client in another process: own connection and credentials, same sampler."""
     connection = Connection(client_config(base_url=state.base_url, api_key=api_key))
     holder = Operations(connection, Session(connection, joined_id=state.session_id))
     return SamplingClient(

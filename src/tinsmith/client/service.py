@@ -1,50 +1,50 @@
-"""The way in: one service client per program makes the clients for training, sampling and the rest."""
+"""The entry point: one `ServiceClient` per program creates the clients for training, sampling and everything else."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future as PlainFuture
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tinsmith.client.connection import Connection
-from tinsmith.client.embedded import client_config
-from tinsmith.client.futures import Future, awaited, blocking
-from tinsmith.client.loss_graph import LossHandle, trace
-from tinsmith.client.metrics import OperationMetrics
-from tinsmith.client.operations import Operations
-from tinsmith.client.queue_state import QueueStateObserver
+from tinsmith.client.connection.connection import Connection
+from tinsmith.client.connection.local_engine import client_config, local_server
+from tinsmith.client.connection.official_options import RetryConfig
+from tinsmith.client.connection.operations import Operations
+from tinsmith.client.connection.polling import QueueStateObserver
+from tinsmith.client.connection.session import EndStatus, Session
+from tinsmith.client.losses.loss_graph import LossHandle, trace
 from tinsmith.client.recovery import RecoveringTrainingClient, RecoveryEvent
 from tinsmith.client.rest import RestClient, copy_weights
-from tinsmith.client.retry_config import RetryConfig
+from tinsmith.client.runtime.futures import Future, awaited, blocking
+from tinsmith.client.runtime.metrics import OperationMetrics
 from tinsmith.client.sampling import SamplingClient
-from tinsmith.client.session import EndStatus, Session
 from tinsmith.client.training import TrainingClient
 from tinsmith.config import ClientConfig
 from tinsmith.errors import InvalidInputError, TinkerError
-from tinsmith.transport.base import Purpose, Transport
-from tinsmith.version import PROTOCOL_VERSION
+from tinsmith.transport.base import Transport
 from tinsmith.wire.message import NOT_GIVEN
-from tinsmith.wire.routes import (
-    CREATE_CUSTOM_LOSS,
-    CREATE_MODEL,
-    GET_SERVER_CAPABILITIES,
-    LOAD_WEIGHTS,
-    WEIGHTS_INFO,
-)
-from tinsmith.wire.service import GetServerCapabilitiesResponse
-from tinsmith.wire.training import (
+from tinsmith.wire.messages.service import GetServerCapabilitiesResponse
+from tinsmith.wire.messages.training import (
     CreateCustomLossRequest,
     CreateModelRequest,
     CustomLossInputRank,
     LoraConfig,
     OptimizerConfig,
 )
-from tinsmith.wire.weights import CopyWeightsRequest, LoadWeightsRequest, WeightsInfoRequest
+from tinsmith.wire.messages.weights import CopyWeightsRequest, LoadWeightsRequest
+from tinsmith.wire.routes.table import (
+    CREATE_CUSTOM_LOSS,
+    CREATE_MODEL,
+    GET_SERVER_CAPABILITIES,
+    LOAD_WEIGHTS,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 class ServiceClient:
     """A program's connection to a server; a context manager. Makes no request until one is needed.
 
-    `config` passes a whole ClientConfig; the other arguments are its commonest fields.
+    `config` passes a whole ClientConfig; the other arguments are its most common fields.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ServiceClient:
         return self._holder
 
     def _get_capabilities(self) -> Future[GetServerCapabilitiesResponse]:
-        """The models that the server offers."""
+        """Return the models that the server offers."""
         return self._holder.submit("get_server_capabilities", self._holder.connection.call(GET_SERVER_CAPABILITIES))
 
     get_server_capabilities = blocking(_get_capabilities)
@@ -112,9 +112,11 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> Future[TrainingClient]:
-        """A new adapter of a base model, and the client that trains it."""
+        """Create a LoRA adapter of a base model and return the client that trains it."""
         if not (train_mlp or train_attn or train_unembed):
-            raise InvalidInputError("at least one of train_mlp, train_attn and train_unembed must be on")
+            raise InvalidInputError(
+                "nothing to train: at least one of train_mlp, train_attn and train_unembed must be True"
+            )
         lora = LoraConfig(
             rank=rank,
             seed=NOT_GIVEN if seed is None else seed,
@@ -139,7 +141,7 @@ class ServiceClient:
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
     ) -> Future[TrainingClient]:
-        """A new run that starts with a checkpoint's weights and a fresh optimizer."""
+        """Create a run that starts with a checkpoint's weights and a fresh optimizer."""
         return self._resume(path, base_model, user_metadata, weights_access_token, optimizer, with_optimizer=False)
 
     create_training_client_from_state = blocking(_from_state)
@@ -152,7 +154,7 @@ class ServiceClient:
         user_metadata: dict[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> Future[TrainingClient]:
-        """A new run that goes on exactly where a checkpoint was saved."""
+        """Create a run that resumes exactly where a checkpoint was saved, optimizer included."""
         return self._resume(path, base_model, user_metadata, weights_access_token, None, with_optimizer=True)
 
     create_training_client_from_state_with_optimizer = blocking(_from_state_with_optimizer)
@@ -165,9 +167,10 @@ class ServiceClient:
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> Future[SamplingClient]:
-        """A client that samples from saved weights or from a base model."""
-        if model_path is None and base_model is None:
-            raise InvalidInputError("create_sampling_client needs model_path or base_model")
+        """Create a client that samples from saved weights or from a base model.
+
+        With both, the saved weights are used, and `base_model` must be the model that they belong to.
+        """
         return SamplingClient.create(
             self._holder,
             model_path=model_path,
@@ -182,7 +185,7 @@ class ServiceClient:
     def create_custom_loss(
         self, fn: Callable[..., Any], input_ranks: Mapping[str, CustomLossInputRank]
     ) -> Future[LossHandle]:
-        """Trace a loss and upload it to a server that runs losses; with other servers it runs here."""
+        """Trace a loss and upload it, if the server runs custom losses; otherwise it runs in this process."""
         traced = trace(fn, input_ranks)
         number = self._holder.session.losses.take()
 
@@ -192,7 +195,7 @@ class ServiceClient:
             session_id = await self._holder.session.id()
             handle = LossHandle(traced.name, tuple(traced.inputs), session_id, traced.module)
             if not connection.server.custom_loss_server_side:
-                return handle  # forward_backward_custom then runs it here
+                return handle  # forward_backward_custom then runs it in this process
             request = CreateCustomLossRequest(
                 session_id=session_id,
                 custom_loss_seq_id=number,
@@ -210,7 +213,7 @@ class ServiceClient:
     def copy_weights(
         self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
     ) -> Future[str]:
-        """Copy a checkpoint into this client's project; the path of the copy."""
+        """Copy a checkpoint into this client's project and return the path of the copy."""
         holder = self._holder
         number = holder.session.models.take()
         project = holder.connection.config.project_id
@@ -236,7 +239,7 @@ class ServiceClient:
         checkpoint: str | None = None,
         max_recoveries: int = 3,
     ) -> RecoveringTrainingClient:
-        """The same run, made again from its latest checkpoint should the server lose it."""
+        """Wrap a training client so that a run that the server loses is resumed from its latest checkpoint."""
         return RecoveringTrainingClient(
             client,
             self._from_state_with_optimizer,
@@ -246,33 +249,33 @@ class ServiceClient:
         )
 
     def create_rest_client(self) -> RestClient:
-        """A client for runs and checkpoints that shares this one's connection."""
+        """Create a client for runs and checkpoints that shares this client's connection."""
         return RestClient(self._holder)
 
     def get_console_url(self) -> str:
-        """Where the sessions can be looked at."""
+        """Return the URL of the console's list of sessions."""
         return f"{self._holder.console}/sessions"
 
     def get_telemetry(self) -> Any:
         return self._holder.telemetry
 
     def metrics(self) -> Mapping[str, OperationMetrics]:
-        """Counts and percentiles of this client's operations so far."""
+        """Return counts and percentiles of this client's operations so far."""
         return self._holder.metrics.snapshot()
 
     def set_queue_observer(self, make: Callable[[str], QueueStateObserver] | None) -> None:
-        """Tell waiting operations to an observer of your own, made from each operation's description."""
+        """Report operations that wait to your own observer; `make` creates one from an operation's description."""
         self._holder.queue_observer = make
 
     def close(self, status: EndStatus = "success", detail: str | None = None) -> PlainFuture[None]:
-        """Finish the session and end all connections and the thread; done when this returns."""
+        """Finish the session, close all connections and stop the thread. All is done when this returns."""
         done: Future[None] = Future()
         runner = self._holder.connection.runner
         if not runner.is_closed and not runner.is_inherited:
             try:
                 runner.submit(self._holder.session.finish(status, detail)).result(1.0)
             except TimeoutError:
-                logger.warning("the session could not be finished in time")
+                logger.warning("finishing the session timed out")
             finally:
                 self._holder.close()
         done.set_result(None)
@@ -347,14 +350,9 @@ class ServiceClient:
             return TrainingClient(self._holder, number, f"{session_id}:train:{number}")
 
         async def create_then_load() -> TrainingClient:
-            info = await self._holder.connection.call(
-                WEIGHTS_INFO,
-                WeightsInfoRequest(tinker_path=path),
-                purpose=Purpose.REST,
-                headers={"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": "get_weights_info_by_tinker_path"},
-            )
+            info = await self._holder.weights_info(path)
             if not info.is_lora or info.lora_rank is None:
-                raise TinkerError(f"{path} holds no LoRA adapter, and only those can be trained on")
+                raise TinkerError(f"{path} contains no LoRA adapter; only LoRA checkpoints can be trained")
             lora = LoraConfig(
                 rank=info.lora_rank,
                 train_mlp=True if info.train_mlp is None else info.train_mlp,
@@ -374,3 +372,24 @@ class ServiceClient:
 
         name = "create_training_client_from_state"
         return self._holder.submit(name, run(), limit=self._holder.limit(name, path))
+
+
+@contextlib.contextmanager
+def local(
+    models: Mapping[str, str] | None = None,
+    *,
+    data_dir: str | Path | None = None,
+    settings: Mapping[str, object] | None = None,
+    **service: Any,
+) -> Iterator[ServiceClient]:
+    """Start a private server for the duration of a `with` block and return a client connected to it.
+
+    `models` maps names to sources (a directory, a GGUF file, a hub id); without it the server offers the default model.
+    Without `data_dir` the server's data is deleted at the end; downloaded models stay in the user's data directory.
+    `settings` are server settings by name, such as `{"dtype": "float32"}`. All other arguments go to `ServiceClient`.
+    """
+    with (
+        local_server(models, data_dir, settings) as address,
+        ServiceClient(base_url=address.url, api_key=address.key, **service) as client,
+    ):
+        yield client

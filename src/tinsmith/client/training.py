@@ -1,6 +1,6 @@
-"""Training one model: forward and backward passes, optimizer steps, saving and loading, in the caller's order.
+"""Training one model: forward and backward passes, optimizer steps, saving and loading, in the order of the calls.
 
-Owns: what can be asked of a model. Does not know: how the order is kept (`ordered`), sessions' lives, HTTP.
+`submit.in_order` keeps that order.
 """
 
 from __future__ import annotations
@@ -9,38 +9,29 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from tinsmith.client import custom_loss
-from tinsmith.client.custom_loss import LossFn
-from tinsmith.client.futures import Future, awaited, blocking, submitted
-from tinsmith.client.loss_graph import LossHandle
-from tinsmith.client.operations import Operations
-from tinsmith.client.ordered import OrderedOperations
-from tinsmith.client.retry_config import RetryConfig
+from tinsmith.client.connection.official_options import RetryConfig
+from tinsmith.client.connection.operations import Operations
+from tinsmith.client.losses import custom_loss
+from tinsmith.client.losses.custom_loss import LossFn
+from tinsmith.client.losses.loss_graph import LossHandle
+from tinsmith.client.runtime.futures import Future, awaited, blocking, submitted
 from tinsmith.client.sampling import SamplingClient
-from tinsmith.client.tokenizing import tokenizer_of
+from tinsmith.client.submit.in_order import OrderedOperations
+from tinsmith.client.tokenizers.find import tokenizer_of
 from tinsmith.errors import InvalidInputError, MissingArgumentError
 from tinsmith.transport.base import Purpose
-from tinsmith.wire.inputs import Datum
+from tinsmith.wire.losses import LossFnType
 from tinsmith.wire.message import NOT_GIVEN
-from tinsmith.wire.routes import (
-    GET_INFO,
-    LOAD_WEIGHTS,
-    OPTIM_STEP,
-    SAVE_WEIGHTS,
-    SAVE_WEIGHTS_EXTERNAL,
-    SAVE_WEIGHTS_FOR_SAMPLER,
-)
-from tinsmith.wire.training import (
+from tinsmith.wire.messages.training import (
     AdamParams,
     ForwardBackwardOutput,
     GetInfoRequest,
     GetInfoResponse,
-    LossFnType,
     OptimParams,
     OptimStepRequest,
     OptimStepResponse,
 )
-from tinsmith.wire.weights import (
+from tinsmith.wire.messages.weights import (
     LoadWeightsRequest,
     LoadWeightsResponse,
     SaveWeightsExternalRequest,
@@ -51,6 +42,15 @@ from tinsmith.wire.weights import (
     SaveWeightsResponse,
     with_console,
 )
+from tinsmith.wire.routes.table import (
+    GET_INFO,
+    LOAD_WEIGHTS,
+    OPTIM_STEP,
+    SAVE_WEIGHTS,
+    SAVE_WEIGHTS_EXTERNAL,
+    SAVE_WEIGHTS_FOR_SAMPLER,
+)
+from tinsmith.wire.values.inputs import Datum
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 
 class TrainingClient:
-    """Trains one model. Made by `ServiceClient.create_lora_training_client` and its siblings."""
+    """Trains one model. Created by `ServiceClient.create_lora_training_client` and its siblings."""
 
     def __init__(self, holder: Operations, model_seq_id: int, model_id: str) -> None:
         self.holder = holder
@@ -69,7 +69,7 @@ class TrainingClient:
     def forward(
         self, data: list[Datum], loss_fn: LossFnType, loss_fn_config: Mapping[str, float | str] | None = None
     ) -> Future[ForwardBackwardOutput]:
-        """Compute the loss and its outputs without gradients; leaves no trace in the model."""
+        """Compute the loss and its outputs without gradients; the model does not change."""
         return self._order.submit_pass("forward", data, loss_fn, loss_fn_config, forward_only=True)
 
     forward_async = submitted(forward)
@@ -89,7 +89,7 @@ class TrainingClient:
         *,
         loss_type_input: Literal["logprobs"] | None = None,
     ) -> Future[ForwardBackwardOutput]:
-        """Train with a loss of your own: a callable over logprobs (its gradients are taken here, with torch), or an
+        """Train with your own loss: a callable over logprobs (its gradients are computed here, with torch), or an
         uploaded loss from `ServiceClient.create_custom_loss`."""
         if loss_type_input not in (None, "logprobs"):
             raise InvalidInputError(f"loss_type_input: only 'logprobs' is known, got {loss_type_input!r}")
@@ -99,7 +99,9 @@ class TrainingClient:
                 return self._order.submit_pass(
                     "forward_backward", data, "custom", {"loss_id": loss_fn.loss_id}, forward_only=False
                 )
-            loss_fn = custom_loss.loss_of_handle(loss_fn)  # the server does not run losses: its graph runs here
+            loss_fn = custom_loss.loss_of_handle(
+                loss_fn
+            )  # the server does not run custom losses, so the graph runs in this process
         return self._order.submit_custom(data, loss_fn)
 
     forward_backward_custom_async = submitted(forward_backward_custom)
@@ -107,7 +109,7 @@ class TrainingClient:
     def optim_step(
         self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
     ) -> Future[OptimStepResponse]:
-        """Apply the gathered gradients and clear them."""
+        """Apply the accumulated gradients and clear them."""
         params = optim_params if optim_params is not None else adam_params
         if params is None:
             raise MissingArgumentError("optim_step needs its parameters, for example AdamParams(learning_rate=1e-4)")
@@ -126,7 +128,7 @@ class TrainingClient:
         overwrite: bool = False,
         user_metadata: dict[str, str] | None = None,
     ) -> Future[SaveWeightsResponse]:
-        """Save weights and optimizer state under a name, to go on from later."""
+        """Save weights and optimizer state under a name, to resume from later."""
         return self._order.submit(
             "save_state",
             SAVE_WEIGHTS,
@@ -216,7 +218,7 @@ class TrainingClient:
     def _create_sampling_client(
         self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
     ) -> Future[SamplingClient]:
-        """A client that samples from saved weights."""
+        """Create a client that samples from saved weights."""
         return SamplingClient.create(
             self.holder, model_path=model_path, retry_config=retry_config, record_stability_info=record_stability_info
         )
@@ -225,7 +227,7 @@ class TrainingClient:
     create_sampling_client_async = awaited(_create_sampling_client)
 
     def _get_info(self) -> Future[GetInfoResponse]:
-        """What the server knows about this model."""
+        """Return what the server knows about this model."""
         call = self.holder.connection.call(GET_INFO, GetInfoRequest(model_id=self.model_id), purpose=Purpose.TRAIN)
         return self.holder.submit("get_info", call)
 
@@ -233,12 +235,12 @@ class TrainingClient:
     get_info_async = awaited(_get_info)
 
     def get_tokenizer(self) -> Any:
-        """The model's tokenizer: from the server where it serves one, else from a directory or the hub."""
+        """Return the model's tokenizer: the server's if it has one, else from a directory or the Hugging Face hub."""
         info = self.get_info()
         return tokenizer_of(self.holder, info.model_data.model_name or info.model_name, info.model_data.tokenizer_id)
 
     def get_console_url(self) -> str:
-        """Where this run can be looked at."""
+        """Return the URL of this run in the console."""
         return f"{self.holder.console}/training_runs/{self.model_id}"
 
     def get_telemetry(self) -> Any:
@@ -276,5 +278,5 @@ class TrainingClient:
 
 
 def _given(value: T | None) -> Any:
-    """None as an argument means not given, as in the official client."""
+    """Map None to "not given", as the official client does."""
     return NOT_GIVEN if value is None else value

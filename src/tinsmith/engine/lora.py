@@ -1,10 +1,8 @@
-"""LoRA: the trainable low-rank parts of one tenant's model.
+"""LoRA: the trainable low-rank parameters of one model.
 
-Owns: parameters A and B per linear, their names, their initial values, and what they add to a linear's output.
-Does not know: the base weights, gradients' origin, optimizers, files.
-
-Modules that read the same input lie in one matrix (q, k, v; gate, up), so that one product serves them all; the
-parameters that others see are views of it and are changed in place.
+Each linear gets two matrices A and B, which add `scale * (x A^T) B^T` to its output. Modules that read the same input
+(q, k, v; gate, up) keep their A in one matrix, so that one product serves them all; the parameters that `parameters`
+returns are views of it and are changed in place.
 
 Shapes: T tokens, D inputs, E outputs, R rank, G modules of a group.
 """
@@ -16,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear
 
 from tinsmith.engine.models.config import ModelConfig
@@ -35,20 +34,20 @@ LM_HEAD = "lm_head"
 
 @dataclass(frozen=True, slots=True)
 class LoraGroup:
-    """A and B of the modules that share an input: A stacked by rows, B one per module."""
+    """A and B of the modules that share an input: one A, stacked by rows, and a B per module."""
 
     modules: tuple[str, ...]
     A_GRD: torch.Tensor
     Bs_ER: tuple[torch.Tensor, ...]
 
     def A_RD(self, index: int) -> torch.Tensor:
-        """A of one module, a view."""
+        """Return a view of one module's A."""
         return self.A_GRD.chunk(len(self.modules))[index]
 
-    def map(self, change: str) -> LoraGroup:
-        """The group with each tensor's `clone` or `zeros_like`."""
-        make = {"clone": torch.clone, "zeros_like": torch.zeros_like}[change]
-        return LoraGroup(self.modules, make(self.A_GRD), tuple(make(B_ER) for B_ER in self.Bs_ER))
+    def zeros_like(self) -> LoraGroup:
+        """Return a group of the same shapes with zeros."""
+        zeros = (torch.zeros_like(B_ER) for B_ER in self.Bs_ER)
+        return LoraGroup(self.modules, torch.zeros_like(self.A_GRD), tuple(zeros))
 
 
 LoraGroups = dict[tuple[int | None, str], LoraGroup]
@@ -58,8 +57,8 @@ LoraGroups = dict[tuple[int | None, str], LoraGroup]
 class LoraAdapter:
     """Adds scale * (x A^T) B^T to the output of the linears that it covers.
 
-    A is uniform in [-1/sqrt(D), 1/sqrt(D)], as PEFT does it (Kaiming uniform with a = sqrt(5)), drawn on the CPU from
-    the seed in the order of `parameters`; B is zero.
+    A starts uniform in [-1/sqrt(D), 1/sqrt(D)], as in PEFT (Kaiming uniform with a = sqrt(5)), drawn on the CPU from
+    the seed in the order of `parameters`; B starts at zero.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class LoraAdapter:
         return self.alpha / self.rank
 
     def apply(self, layer: int | None, module: str, x_TD: torch.Tensor, y_TE: torch.Tensor) -> torch.Tensor:
-        """y_TE with this adapter's part added; written into y_TE unless autograd is at work."""
+        """Return y_TE plus this adapter's part; computed in place unless autograd needs y_TE."""
         pair = self._pairs.get((layer, module))
         if pair is None:
             return y_TE
@@ -105,11 +104,11 @@ class LoraAdapter:
         return y_TE.addmm_(low_TR, B_ER.t().to(dtype), alpha=self.scale)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """All parameters by their PEFT names, always in the same order; views, to be changed in place."""
+        """Return all parameters by their PEFT names, always in the same order, as views to change in place."""
         return _named(self.groups)
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Accumulated gradients under the same names; zeros before the first backward pass."""
+        """Return the accumulated gradients under the same names; zeros before the first backward pass."""
         return _named(self._grad_buffers())
 
     def accumulate(self, grads: LoraGroups) -> None:
@@ -121,49 +120,36 @@ class LoraAdapter:
                 B_ER.add_(more_ER)
 
     def zero_gradients(self) -> None:
-        """Forget what was accumulated."""
+        """Reset the accumulated gradients."""
         self.grads = None
 
     def empty_gradients(self) -> LoraGroups:
-        """Zeros in the shape of the parameters, for one request to add to."""
-        return {key: group.map("zeros_like") for key, group in self.groups.items()}
+        """Return zeros in the shape of the parameters, for one request to add to."""
+        return {key: group.zeros_like() for key, group in self.groups.items()}
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """Set all parameters, by their PEFT names; nothing changes unless every one fits."""
         parameters = self.parameters()
         if set(values) != set(parameters):
             wrong = sorted(set(values) ^ set(parameters))
-            side = "is missing" if wrong[0] in parameters else "does not belong to this adapter"
-            raise InvalidInputError(f"adapter weight {wrong[0]} {side} ({len(wrong)} such in all)", field=wrong[0])
+            side = "is missing" if wrong[0] in parameters else "is not a weight of this adapter"
+            shown = wrong[0][:200]
+            raise InvalidInputError(f"adapter weight {shown} {side} ({len(wrong)} such weights in all)", field=shown)
         for name, parameter in parameters.items():
             if values[name].shape != parameter.shape:
                 raise InvalidInputError(
-                    f"adapter weight {name} has shape {list(values[name].shape)}, needed: {list(parameter.shape)}",
+                    f"adapter weight {name} has shape {list(values[name].shape)}, expected {list(parameter.shape)}",
                     field=name,
                 )
         for name, parameter in parameters.items():
             parameter.copy_(values[name])
 
-    def copy_frozen(self) -> LoraAdapter:
-        """The adapter as it is now, for samplers: later training does not change it. It has no gradients."""
-        copy = object.__new__(LoraAdapter)
-        copy.__dict__.update(self.__dict__)
-        copy.groups = {key: group.map("clone") for key, group in self.groups.items()}
-        copy.grads = None
-        copy._index()
-        return copy
-
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters().values())
 
     def _initial(self, generator: torch.Generator, device: torch.device) -> LoraGroups:
-        names = (ATTENTION if self.train_attn else ()) + (MLP if self.train_mlp else ())
-        keys: list[tuple[int | None, str]] = [
-            (layer, name) for layer in range(self.config.num_layers) for name in names
-        ]
-        if self.train_unembed:
-            keys.append((None, LM_HEAD))
-        return {key: self._new_group(GROUPS.get(key[1], (LM_HEAD,)), generator, device) for key in keys}
+        keys = group_keys(self.config, self.train_attn, self.train_mlp, self.train_unembed)
+        return {key: self._new_group(modules_of(key[1]), generator, device) for key in keys}
 
     def _new_group(self, modules: tuple[str, ...], generator: torch.Generator, device: torch.device) -> LoraGroup:
         inputs = self.config.module_shape(modules[0])[1]
@@ -187,6 +173,19 @@ class LoraAdapter:
         }
 
 
+def group_keys(
+    config: ModelConfig, train_attn: bool, train_mlp: bool, train_unembed: bool
+) -> list[tuple[int | None, str]]:
+    """Return the groups of an adapter, in the order of its parameters."""
+    names = (ATTENTION if train_attn else ()) + (MLP if train_mlp else ())
+    keys: list[tuple[int | None, str]] = [(layer, name) for layer in range(config.num_layers) for name in names]
+    return [*keys, (None, LM_HEAD)] if train_unembed else keys
+
+
+def modules_of(group: str) -> tuple[str, ...]:
+    return GROUPS.get(group, (LM_HEAD,))
+
+
 def _named(groups: LoraGroups) -> dict[str, torch.Tensor]:
     named = {}
     for (layer, _), group in groups.items():
@@ -198,8 +197,16 @@ def _named(groups: LoraGroups) -> dict[str, torch.Tensor]:
 
 
 def peft_name(layer: int | None, module: str) -> str:
-    """The module's path in a PEFT checkpoint."""
+    """Return the module's path in a PEFT checkpoint."""
     if layer is None:
         return f"base_model.model.{module}"
     block = "mlp" if module in ("gate_proj", "up_proj", "down_proj") else "self_attn"
     return f"base_model.model.model.layers.{layer}.{block}.{module}"
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether all numbers of a tensor are finite. Min and max suffice, and need no tensor of booleans."""
+    if not tensor.numel():
+        return True
+    low, high = tensor.aminmax()
+    return math.isfinite(float(low)) and math.isfinite(float(high))

@@ -1,6 +1,6 @@
-"""Why the server may say no. `http_errors` knows which status each one is; nothing here does.
+"""Errors with which the server refuses a request. `http.errors` maps them to HTTP statuses.
 
-Wrong input is `InvalidInputError` or `WireError` of the package's own tree.
+Invalid input is `InvalidInputError` or `WireError`, from the package's own error tree.
 """
 
 from __future__ import annotations
@@ -9,31 +9,31 @@ from tinsmith.errors import TinkerError
 
 
 class RefusedError(TinkerError):
-    """The request is not carried out. The text is for the caller: what, where, and what to do."""
+    """The request was refused. The message tells the caller what is wrong and what to do."""
 
     code = "refused"
 
 
 class NotAuthenticatedError(RefusedError):
-    """No key, or one that is unknown, revoked or expired."""
+    """There is no key, or it is unknown, revoked or expired."""
 
     code = "not_authenticated"
 
 
 class NotAllowedError(RefusedError):
-    """The key is good, and its scopes do not cover this."""
+    """The key is valid, but its scopes do not allow this call."""
 
     code = "not_allowed"
 
 
 class UnknownResourceError(RefusedError):
-    """No such thing for this caller; what belongs to strangers reads the same."""
+    """It does not exist, or the caller may not see it."""
 
     code = "unknown_resource"
 
 
 class UnsupportedBodyError(RefusedError):
-    """The body has a type or an encoding that this route does not read."""
+    """The body has a type or an encoding that this route does not accept."""
 
     code = "unsupported_body"
 
@@ -45,13 +45,13 @@ class SlowBodyError(RefusedError):
 
 
 class GoneError(RefusedError):
-    """It was there and is over: a session that ended, a promise that was pruned."""
+    """It existed and has ended: a finished session, or a request whose result was pruned."""
 
     code = "gone"
 
 
 class OverLimitError(RefusedError):
-    """Too much for now; the same request succeeds after `retry_after_s`."""
+    """A limit was reached; the same request may succeed after `retry_after_s`."""
 
     code = "over_limit"
     retryable = True
@@ -63,7 +63,7 @@ class OverLimitError(RefusedError):
 
 
 class NotReadyError(RefusedError):
-    """The server cannot take work now: it drains, its disk is full, its database is away."""
+    """The server cannot accept work now: it is shutting down, its disk is full, or its database is unreachable."""
 
     code = "not_ready"
     retryable = True

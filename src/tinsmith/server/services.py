@@ -1,32 +1,40 @@
-"""Everything that handlers work with, in one value. Made in `app`."""
+"""The parts of a running server in one value, which handlers get. `app` makes it, and nothing changes it afterwards.
+
+State that changes lives in the part that owns it. What needs one or two parts takes these, and not the whole.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 from tinsmith.config import ServerConfig
-from tinsmith.engine.base import Backend
-from tinsmith.server.access import Access
-from tinsmith.server.admission import Admission
-from tinsmith.server.auth import Authenticator
-from tinsmith.server.files import Files
-from tinsmith.server.jobs import Jobs
-from tinsmith.server.metrics import Metrics
-from tinsmith.server.naming import Namer
-from tinsmith.server.promises import Broker
-from tinsmith.server.runs import Runs
-from tinsmith.server.samples import Samples
-from tinsmith.server.signing import Signer
+from tinsmith.engine.protocol import Backend
+from tinsmith.server.auth.access import Access
+from tinsmith.server.auth.admission import Admission
+from tinsmith.server.auth.authenticator import Authenticator
+from tinsmith.server.auth.budgets import Budgets
+from tinsmith.server.auth.signed_urls import Signer
+from tinsmith.server.bodies.reader_pool import ReaderPool
+from tinsmith.server.checkpoints.disk_budget import DiskBudget
+from tinsmith.server.checkpoints.file_work import FileWork
+from tinsmith.server.checkpoints.saves import Saves
+from tinsmith.server.data_dir import Files
+from tinsmith.server.installation import Installation
+from tinsmith.server.jobs.digests import Hasher
+from tinsmith.server.jobs.lifecycle import Jobs
+from tinsmith.server.jobs.pending_results import Broker
+from tinsmith.server.jobs.samples import Samples
+from tinsmith.server.ops.activity import Activity
+from tinsmith.server.ops.metrics import Metrics
+from tinsmith.server.redaction import RefusalLog
+from tinsmith.server.runs.order import Arrivals
+from tinsmith.server.runs.registry import Runs
 from tinsmith.store.base import Store
-from tinsmith.store.rows import SizeRow, TelemetryRow
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
     """The parts of a running server."""
 
@@ -36,6 +44,7 @@ class Services:
     authenticator: Authenticator
     access: Access
     admission: Admission
+    budgets: Budgets
     broker: Broker
     jobs: Jobs
     runs: Runs
@@ -43,30 +52,16 @@ class Services:
     files: Files
     signer: Signer
     metrics: Metrics
-    namer: Namer = field(default_factory=Namer)
-    clock: Callable[[], float] = time.time
-    is_draining: bool = False
-    client_flags: dict[str, Any] = field(default_factory=dict)
+    refusals: RefusalLog = field(default_factory=RefusalLog)
+    disk: DiskBudget
+    file_work: FileWork
+    hasher: Hasher = field(default_factory=Hasher)
+    readers: ReaderPool = field(default_factory=ReaderPool)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    activity: Activity
+    saves: Saves
+    installation: Installation | None = None
+    """What ties the database and the data directory together; None for a store that is lost with its process."""
+    clock: Callable[[], float]
+    client_flags: dict[str, Any]
     """Answers to client/config that differ from the usual ones."""
-    heartbeats: dict[str, float] = field(default_factory=dict)
-    """When each active session was last heard of."""
-    telemetry: list[TelemetryRow] = field(default_factory=list)
-    """Batches that the sweeper will write."""
-    used: dict[str, float] = field(default_factory=dict)
-    """When each model was last asked for something, where the store does not know yet."""
-    saving: dict[str, list[str]] = field(default_factory=dict)
-    """Paths of checkpoints that are being written, each with the directories that will hold them."""
-    importing: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
-    """Paths of checkpoints that come from elsewhere, each held by the request that makes it."""
-
-    def saved(self, path: str, directory: str) -> None:
-        """A save is over, or was not accepted."""
-        directories = self.saving.get(path, [])
-        if directory in directories:
-            directories.remove(directory)
-        if not directories:
-            self.saving.pop(path, None)
-
-    async def checkpoint_bytes(self) -> int:
-        """What all checkpoints take."""
-        return (await self.store.read(SizeRow, "checkpoint_bytes"))[0].size_bytes

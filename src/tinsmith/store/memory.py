@@ -1,4 +1,4 @@
-"""A store that is gone when it closes, for tests: SQLite in memory, behind the same code.
+"""A store that is lost when it closes, for tests: SQLite in memory, with the same code.
 
 One connection does everything, since no other could see its database; reads run between commits.
 """

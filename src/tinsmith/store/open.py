@@ -2,7 +2,7 @@
 
 | Given | Store |
 | --- | --- |
-| `memory:` | in memory, gone at the end |
+| `memory:` | in memory, lost at exit |
 | `postgresql://...` or `postgres://...` | PostgreSQL |
 | `sqlite:///relative` or `sqlite:////absolute` | SQLite |
 | anything without a scheme | SQLite at that path |
@@ -17,11 +17,11 @@ from urllib.parse import unquote
 from tinsmith.errors import InvalidInputError
 from tinsmith.store.base import Store
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):")
+_SCHEME = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]+):")
 
 
 def open_store(url_or_path: str | Path) -> Store:
-    """The store that a URL or a path names; `await store.open()` connects it."""
+    """Return the store that a URL or a path names; `await store.open()` connects it."""
     text = str(url_or_path)
     match = _SCHEME.match(text) if isinstance(url_or_path, str) else None
     scheme = match[1].lower() if match else None
@@ -38,7 +38,7 @@ def open_store(url_or_path: str | Path) -> Store:
 
         return SqliteStore(_path(text) if scheme else text)
     raise InvalidInputError(
-        f"database: {scheme}: is not a kind of database; use a path, sqlite:///path, postgresql://... or memory:",
+        f"database: {scheme}: is not supported; use a path, sqlite:///path, postgresql://... or memory:",
         field="database",
     )
 
@@ -47,7 +47,7 @@ def _path(url: str) -> str:
     path = url[len("sqlite:") :]
     if not path.startswith("///") or len(path) == 3:
         raise InvalidInputError(
-            f"database: {url!r} names no file; write sqlite:///relative/path or sqlite:////absolute/path",
+            f"database: {url!r} does not name a file; use sqlite:///relative/path or sqlite:////absolute/path",
             field="database",
         )
     return unquote(path[3:])

@@ -1,10 +1,8 @@
-"""State in PostgreSQL, for installations of several API processes.
+"""State in PostgreSQL. One server uses it alone; other processes (the command line) may read and write, too.
 
 One connection writes, in groups: what was queued while the last commit ran shares the next one, sent as one pipeline. A
-few connections read. When the server goes away, calls wait for it up to `patience_s` and then fail with the reason. A
-commit whose answer was lost is looked up by its transaction id, so nothing is written twice.
-
-Does not know: what the rows mean.
+few connections read. If the database becomes unreachable, calls wait for up to `patience_s` and then fail with the
+reason. A commit whose confirmation was lost is looked up by its transaction id, so nothing is written twice.
 """
 
 from __future__ import annotations
@@ -13,16 +11,37 @@ import asyncio
 import logging
 import os
 import time
+import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
-from tinsmith.errors import ConstraintError, StorageFullError, StoreError, StoreUnavailableError
-from tinsmith.store.base import Row, RowT, Statement, Value, make_row
+from tinsmith.errors import (
+    ConstraintError,
+    StorageFullError,
+    StoreError,
+    StoreTakenError,
+    StoreUnavailableError,
+    UnstorableError,
+)
+from tinsmith.store.base import (
+    LOOK_FOR_FILES,
+    LOOK_FOR_IDENTITY,
+    LOOK_FOR_KNOWN,
+    Found,
+    FoundRuns,
+    Identity,
+    Row,
+    RowT,
+    Statement,
+    Value,
+    make_row,
+)
 from tinsmith.store.queries import Bound, Query, find, load_queries
-from tinsmith.store.schema import RECORD, Migration, for_postgres, load_migrations, pending
+from tinsmith.store.schema import INSTALLATION, RECORD, Migration, for_postgres, load_migrations, pending
 
 try:
     import psycopg
@@ -32,7 +51,7 @@ except ImportError as error:
 logger = logging.getLogger(__name__)
 
 OLDEST_SERVER = 130000
-"""PostgreSQL 13: the first that tells the outcome of a transaction by its 64-bit id."""
+"""PostgreSQL 13: the first that reports the outcome of a transaction by its 64-bit id."""
 MAX_GROUP = 1000
 MAX_GROUP_BYTES = 32 * 2**20
 CONNECTING: dict[str, Any] = {
@@ -41,13 +60,19 @@ CONNECTING: dict[str, Any] = {
     "keepalives_idle": 10,
     "prepare_threshold": None,
 }
-"""Bounds, in libpq's units, on a peer that is silent without having closed the connection. No prepared statements:
-psycopg takes one for made whose making was skipped because something before it in a pipeline failed."""
+"""Timeouts, in libpq's units, for a peer that is silent without having closed the connection. No prepared statements:
+psycopg believes that one exists whose creation was skipped because something before it in a pipeline failed."""
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
-"""Between tries to reach a server that went away."""
+"""Between attempts to reach a server that is gone."""
+SERVER_LOCK = 746_573
+"""The advisory lock of a store that is opened alone, together with a number of its schema."""
+LOCK_WATCH_S = 5.0
+"""How often a server that writes nothing checks that it still has the lock."""
+LOCK_PATIENCE_S = 3.0
+"""How long PostgreSQL may take to notice that the process which held it was killed."""
 SCHEMA_LOCK = 7_465_737_301
-"""Held while the schema is brought up to date, since several processes may start at once."""
+"""The advisory lock during migrations, since several processes may start at once."""
 
 Connection: TypeAlias = "psycopg.AsyncConnection[tuple[Any, ...]]"
 Cursor: TypeAlias = "psycopg.AsyncCursor[tuple[Any, ...]]"
@@ -58,7 +83,7 @@ _QUERIES: Mapping[str, Query] = load_queries("%s")
 
 
 class Write(msgspec.Struct, frozen=True):
-    """What a caller of the writer waits for; with a row type it gives rows, else a count."""
+    """A caller's write and the future it waits for; results in rows of `row_type`, else in a count."""
 
     statements: Sequence[tuple[str, Bound]]
     row_type: type[Row] | None
@@ -75,11 +100,13 @@ class PostgresStore:
         *,
         patience_s: float = 30.0,
         readers: int = 4,
+        watch_s: float = LOCK_WATCH_S,
         migrations: Sequence[Migration] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._dsn = dsn
         self.where = described(dsn)
+        self.is_lasting = True
         self._patience_s = patience_s
         self._migrations = load_migrations() if migrations is None else migrations
         self._clock = clock
@@ -93,12 +120,51 @@ class PostgresStore:
         self._idle: list[Connection] = []
         self._process_id = -1
         self._lost_at: float | None = None
+        self._watch_s = watch_s
+        self._is_alone = False
+        self._is_taken = asyncio.Event()
+        self._holder_id: int | None = None
+        """The PostgreSQL process that held our lock last."""
 
-    async def open(self) -> None:
+    async def look(self) -> Found:
+        async with self._looking() as connection:
+            cursor = await connection.execute(
+                "SELECT to_regclass('migrations') IS NOT NULL, to_regclass('installation') IS NOT NULL"
+            )
+            has_tables, has_identity = await cursor.fetchone() or (False, False)
+            row = await (await connection.execute(LOOK_FOR_IDENTITY)).fetchone() if has_identity else None
+        identity = Identity(installation_id=row[0], generation=row[1]) if row is not None else None
+        return Found(is_new=not has_tables, identity=identity)
+
+    async def look_for_runs(self) -> FoundRuns:
+        async with self._looking() as connection:
+            known, with_files = [
+                frozenset(name for (name,) in await (await connection.execute(sql)).fetchall())
+                for sql in (LOOK_FOR_KNOWN, LOOK_FOR_FILES)
+            ]
+        return FoundRuns(known, with_files)
+
+    @asynccontextmanager
+    async def _looking(self) -> AsyncIterator[Connection]:
+        try:
+            connection = await self._connect()
+            try:
+                yield connection
+            finally:
+                await connection.close()
+        except psycopg.Error as error:
+            raise self._explain(error) from error
+
+    async def taken(self) -> StoreTakenError:
+        await self._is_taken.wait()
+        return StoreTakenError(self._taken_text())
+
+    async def open(self, *, alone: bool = False) -> None:
         if self._task is not None:
-            raise StoreError(f"{self.where}: the store is open already")
+            raise StoreError(f"{self.where}: the store is already open")
         self._process_id = os.getpid()
         self._is_closing = False
+        self._is_alone = alone
         try:
             await self._persist(self._migrate)
         except BaseException:
@@ -152,13 +218,24 @@ class PostgresStore:
 
     async def _write_groups(self) -> None:
         while True:
-            await self._wake.wait()
+            try:
+                await asyncio.wait_for(self._wake.wait(), self._watch_s if self._is_alone else None)
+            except TimeoutError:
+                await self._keep_lock()
+                continue
             self._wake.clear()
             while self._queue:
                 group = self._next_group()
                 _deliver(group, await self._commit(group))
             if self._is_closing:
                 return
+
+    async def _keep_lock(self) -> None:
+        """Check the connection that holds the lock while nothing is written that would show its loss."""
+        try:
+            await self._persist(_answers)
+        except StoreError as error:
+            logger.error("%s", error, extra={"event": "store_failing"})
 
     def _next_group(self) -> list[Write]:
         group: list[Write] = []
@@ -177,20 +254,23 @@ class PostgresStore:
         except StoreError as error:
             logger.error("a commit failed: %s", error, extra={"event": "store_failing", "writes": len(group)})
             if attempt.is_unsettled:
-                error = StoreUnavailableError(f"{error} Whether this write was stored is not known.")
+                error = StoreUnavailableError(f"{error} It is unknown whether this write was stored.")
             return [error] * len(group)
         except Exception as error:
             logger.exception("a commit failed")
             await self._drop_writing()
-            return [error] * len(group)
+            if len(group) == 1 or attempt.is_unsettled:
+                return [error] * len(group)
+            # A write cannot even be sent: run each alone, so that it affects no other.
+            return [outcome for write in group for outcome in await self._commit([write])]
 
     async def _persist(self, action: Callable[[Connection], Awaitable[ResultT]]) -> ResultT:
-        """Run an action on the writing connection; anew on a new one while the server can be expected back."""
+        """Run an action on the writing connection, and again on a new one while the database may come back."""
         pause_s = FIRST_PAUSE_S
         while True:
             try:
                 if self._writing is None:
-                    self._writing = await self._connect()
+                    self._writing = await self._connect_writing()
                 result = await action(self._writing)
                 self._lost_at = None
                 return result
@@ -200,12 +280,12 @@ class PostgresStore:
                 if not is_passing or self._is_patience_over():
                     raise self._explain(error) from error
                 if pause_s == FIRST_PAUSE_S:
-                    logger.warning("%s; trying again", self._explain(error), extra={"event": "store_reconnecting"})
+                    logger.warning("%s; retrying", self._explain(error), extra={"event": "store_reconnecting"})
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
     def _is_patience_over(self) -> bool:
-        """Patience begins with the loss, so that groups behind the first do not each wait that long."""
+        """Count the timeout from the loss, so that later groups do not each wait that long."""
         now = self._clock()
         if self._lost_at is None:
             self._lost_at = now
@@ -257,10 +337,53 @@ class PostgresStore:
         )
         return connection
 
+    async def _connect_writing(self) -> Connection:
+        """Return a connection to write on. For a store that is opened alone it holds an advisory lock, which ends with
+        the connection: nothing is ever written without it, and a server that finds it taken must not write any more."""
+        connection = await self._connect()
+        if not self._is_alone:
+            return connection
+        try:
+            deadline = self._clock() + LOCK_PATIENCE_S
+            while not await self._is_locked(connection):
+                if self._clock() >= deadline:
+                    self._is_taken.set()
+                    raise StoreTakenError(self._taken_text())
+                await asyncio.sleep(FIRST_PAUSE_S)
+        except BaseException:
+            await connection.close()
+            raise
+        self._holder_id = connection.info.backend_pid
+        return connection
+
+    async def _is_locked(self, connection: Connection) -> bool:
+        """Take the lock if it is free, or if PostgreSQL has not noticed that our own last connection ended."""
+        cursor = await connection.execute("SELECT current_schema()")
+        schema = str((await cursor.fetchone() or ("",))[0])
+        key = SERVER_LOCK, zlib.crc32(schema.encode()) - 2**31
+        cursor = await connection.execute("SELECT pg_try_advisory_lock(%s, %s)", key)
+        if (await cursor.fetchone() or (False,))[0]:
+            return True
+        if self._holder_id is not None:
+            await connection.execute(
+                "SELECT pg_terminate_backend(pid) FROM pg_locks WHERE locktype = 'advisory' AND granted AND pid = %s "
+                "AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
+                "AND classid::bigint = %s AND objid::bigint = %s",
+                (self._holder_id, key[0], key[1] % 2**32),
+            )
+        return False
+
+    def _taken_text(self) -> str:
+        return (
+            f"{self.where}: another server uses this database, and only one may at a time. Stop it (the "
+            "database's connections with application_name 'tinsmith' show its machine), or name another --database."
+        )
+
     async def _migrate(self, connection: Connection) -> None:
         async with connection.transaction():
             await connection.execute("SELECT pg_advisory_xact_lock(%s)", (SCHEMA_LOCK,))
             await connection.execute(for_postgres(RECORD))
+            await connection.execute(for_postgres(INSTALLATION))
             cursor = await connection.execute("SELECT number FROM migrations")
             applied = [number for (number,) in await cursor.fetchall()]
             for migration in pending(applied, self._migrations, self.where):
@@ -285,14 +408,14 @@ class _Size(Row, frozen=True, kw_only=True):
 
 
 class _GroupCommit:
-    """One group, until it is known to be written. `run` may be called again after the connection was lost."""
+    """One group of writes, until it is known to be committed. `run` may be called again after a lost connection."""
 
     def __init__(self, group: Sequence[Write], where: str) -> None:
         self._group = group
         self._where = where
         self._is_careful = False
         self._unsettled: tuple[str, list[Outcome]] | None = None
-        """A transaction whose commit was not answered, and what it gave."""
+        """A transaction whose commit was not confirmed, and its results."""
 
     @property
     def is_unsettled(self) -> bool:
@@ -312,7 +435,7 @@ class _GroupCommit:
             await connection.execute("ROLLBACK")
             if isinstance(error, _OF_THE_GROUP) or self._is_careful:
                 raise
-            # Some caller's statement failed: now each by itself, behind a savepoint.
+            # A caller's statement failed: run each caller's with a savepoint.
             self._is_careful = True
             return await self.run(connection)
         self._unsettled = transaction, outcomes
@@ -340,10 +463,18 @@ class _GroupCommit:
 
 _TRANSACTION = "SELECT pg_current_xact_id()::text"
 _OF_THE_GROUP = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure)
-"""Nobody's fault: the group is run again as it is."""
-_OF_THE_CALLER = (psycopg.IntegrityError, psycopg.DataError, psycopg.ProgrammingError, psycopg.errors.DiskFull)
+"""Conflicts with other transactions: the group is run again as it is."""
+_OF_THE_CALLER = (
+    psycopg.IntegrityError,
+    psycopg.DataError,
+    psycopg.ProgrammingError,
+    psycopg.errors.DiskFull,
+    psycopg.errors.ProgramLimitExceeded,
+)
+_UNSTORABLE = (psycopg.DataError, psycopg.ProgrammingError, psycopg.errors.ProgramLimitExceeded)
+"""Errors of the value or the statement; retrying would fail again."""
 _PASSING = ("08", "57P", "53300", "40001", "40P01")
-"""Beginnings of the codes after which another try makes sense: connection lost, shutdown, too many, deadlock."""
+"""Prefixes of codes after which a retry makes sense: connection lost, shutdown, too many connections, deadlock."""
 
 
 async def _is_committed(connection: Connection, transaction: str) -> bool:
@@ -351,11 +482,15 @@ async def _is_committed(connection: Connection, transaction: str) -> bool:
     try:
         cursor = await connection.execute("SELECT pg_xact_status(%s::xid8)", (transaction,))
     except psycopg.errors.InvalidParameterValue:
-        return False  # this server, promoted since, has not come to that number: it never saw the transaction
+        return False  # a replica that was promoted since and has not reached that number never saw the transaction
     row = await cursor.fetchone()
     if row is not None and row[0] == "in progress":
         raise psycopg.errors.ConnectionFailure("the old connection is still committing")
     return row is not None and row[0] == "committed"
+
+
+async def _answers(connection: Connection) -> None:
+    await connection.execute("SELECT 1")
 
 
 async def _run_behind_savepoint(connection: Connection, write: Write, where: str) -> Outcome:
@@ -406,33 +541,37 @@ def _deliver(group: Sequence[Write], outcomes: Sequence[Outcome]) -> None:
 
 
 def is_lost(error: psycopg.Error, connection: Connection | None) -> bool:
-    """Whether the connection or the moment is at fault, not the statement."""
+    """Whether the connection or a conflict is the reason, not the statement."""
     if connection is None or connection.closed or connection.broken:
         return True
     return (error.sqlstate or "").startswith(_PASSING)
 
 
 def explained(error: psycopg.Error, where: str) -> StoreError:
-    """What went wrong, where, and what to do, for an error of PostgreSQL."""
+    """Turn an error of PostgreSQL into one that says what went wrong, where, and what to do."""
     text = " ".join(str(error).split())
     if isinstance(error, psycopg.IntegrityError):
         return ConstraintError(text)
     if isinstance(error, (psycopg.errors.DiskFull, psycopg.errors.OutOfMemory)):
         return StorageFullError(
-            f"{where}: no room for the database ({text}). Free some on the database server; nothing that was "
+            f"{where}: no space for the database ({text}). Free some on the database server; nothing that was "
             "acknowledged is lost."
         )
+    if isinstance(error, _UNSTORABLE):
+        return UnstorableError(f"{where}: {text}")
     if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
-        return StoreError(f"{where}: the database cannot be written ({text}). Name the primary server, not a copy.")
+        return StoreError(
+            f"{where}: the database is read-only ({text}). Give the address of the primary, not of a replica."
+        )
     if isinstance(error, psycopg.OperationalError):
         return StoreUnavailableError(
-            f"{where}: the database cannot be reached ({text}). Check that it runs, its address and its password."
+            f"{where}: cannot connect to the database ({text}). Check that it is running, its address and its password."
         )
     return StoreError(f"{where}: {text}")
 
 
 def described(dsn: str) -> str:
-    """A DSN in words, without its password."""
+    """Return a DSN without its password, for messages."""
     try:
         parts = psycopg.conninfo.conninfo_to_dict(dsn)
     except psycopg.ProgrammingError:

@@ -1,9 +1,7 @@
-"""The statements of `queries.sql` by name, and parameters made fit for a database.
+"""The statements of `queries.sql` by name, and the conversion of their parameters.
 
-A statement begins behind a line `-- name: <name>`; comments above that line explain it. `:name` marks a parameter. Each
-engine takes its parameters by position under its own mark, so a statement is turned into that form once.
-
-Does not know: how statements are run.
+A statement begins after a line `-- name: <name>`; comments above that line explain it. `:name` marks a parameter. Each
+database takes parameters by position with its own placeholder, so a statement is converted to that form once.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from tinsmith.errors import InvalidInputError, StoreError
+from tinsmith.errors import InvalidInputError, UnstorableError
 from tinsmith.store.base import Value
 
 _NAME = re.compile(r"^-- name: (\w+)\n", re.MULTILINE)
@@ -26,18 +24,33 @@ _COMMENT = re.compile(r"--[^\n]*")
 _PARAMETER = re.compile(r"(?<!:):([a-z]\w*)")
 _INT64 = 2**63
 
+URGENT = frozenset(
+    {
+        "delete_checkpoint",
+        "delete_checkpoint_as_it_was",
+        "set_checkpoint_public",
+        "set_checkpoint_expires_at",
+        "set_session_status",
+        "prune_session_results",
+        "prune_journal_some",
+        "revoke_key",
+        "delete_key",
+    }
+)
+"""Statements that must work on a full disk, with all that is written with them: they free space, or revoke access."""
+
 Bound: TypeAlias = tuple[Value, ...]
 
 
 class Query(msgspec.Struct, frozen=True):
-    """A statement with its parameters by position: `names[i]` goes to the i-th mark."""
+    """A statement with positional parameters: `names[i]` goes to the i-th placeholder."""
 
     name: str
     sql: str
     names: tuple[str, ...]
 
     def bind(self, parameters: Mapping[str, Value]) -> Bound:
-        """The values in order. Parameters that the statement does not have are left out: rows have more fields."""
+        """Return the values in order. Extra parameters are ignored: rows have more fields."""
         values: list[Value] = []
         try:
             for name in self.names:
@@ -51,30 +64,30 @@ class Query(msgspec.Struct, frozen=True):
                 values.append(value)
         except KeyError as error:
             needed = ", ".join(dict.fromkeys(self.names))
-            raise StoreError(f"statement {self.name}: parameter {error} was not given; it needs {needed}") from None
+            raise UnstorableError(f"statement {self.name}: parameter {error} is missing; it needs {needed}") from None
         return tuple(values)
 
 
 def parse(text: str) -> dict[str, str]:
-    """From the text of a file to the statements in it, with `:name` parameters."""
+    """Parse the statements of a file, with `:name` parameters."""
     parts = _NAME.split(text)
     statements: dict[str, str] = {}
     for name, body in zip(parts[1::2], parts[2::2], strict=True):
         if name in statements:
-            raise ValueError(f"queries.sql: the name {name} is given twice")
+            raise ValueError(f"queries.sql: there are two statements named {name}")
         statements[name] = " ".join(_COMMENT.sub("", body).split()).removesuffix(";")
     return statements
 
 
 def positional(name: str, sql: str, mark: str) -> Query:
-    """A statement with `mark` in the place of each parameter."""
+    """Return a statement with `mark` in place of each parameter."""
     escaped = sql.replace("%", "%%") if mark.startswith("%") else sql
     return Query(name, _PARAMETER.sub(mark, escaped), tuple(_PARAMETER.findall(sql)))
 
 
 @functools.cache
 def load_queries(mark: str) -> Mapping[str, Query]:
-    """All statements, for an engine whose parameters are marked so."""
+    """Return all statements for a database with this placeholder."""
     text = importlib.resources.files("tinsmith.store").joinpath("queries.sql").read_text(encoding="utf-8")
     return MappingProxyType({name: positional(name, sql, mark) for name, sql in parse(text).items()})
 
@@ -83,11 +96,11 @@ def find(queries: Mapping[str, Query], name: str) -> Query:
     try:
         return queries[name]
     except KeyError:
-        raise StoreError(f"there is no statement {name!r} in queries.sql") from None
+        raise UnstorableError(f"queries.sql has no statement {name!r}") from None
 
 
 def _fit(value: Value, name: str) -> Value:
-    """A value that both engines keep exactly as it is, or InvalidInputError."""
+    """Return a value that both databases store exactly, or raise InvalidInputError."""
     if isinstance(value, str):
         _check_text(value, name)
     elif isinstance(value, bool):
@@ -102,11 +115,11 @@ def _fit(value: Value, name: str) -> Value:
 
 def _check_text(value: str, name: str) -> None:
     if "\0" in value:
-        raise InvalidInputError(f"{name}: text with a NUL character (U+0000) cannot be stored", field=name)
+        raise InvalidInputError(f"{name}: a string with a NUL character (U+0000) cannot be stored", field=name)
     if not value.isascii():
         try:
             value.encode()
         except UnicodeEncodeError as error:
             raise InvalidInputError(
-                f"{name}: character {error.start} is half of a surrogate pair and cannot be stored", field=name
+                f"{name}: character {error.start} is a lone surrogate and cannot be stored", field=name
             ) from None

@@ -1,6 +1,21 @@
 -- Every statement that the server runs, by name. One text serves SQLite and PostgreSQL: parameters are written :name,
 -- sums are cast to BIGINT (PostgreSQL widens them otherwise), and only what both engines have is used.
--- Lists are newest first, with the key as the second order, so that pages do not overlap.
+-- Lists are newest first, with the key as the second order, so that pages do not overlap. A list without a project_id is
+-- of all projects.
+
+-- Installation ---------------------------------------------------------------------------------------------------
+
+-- One row, made once.
+-- name: insert_installation
+INSERT INTO installation (installation_id, generation, created_at)
+SELECT :installation_id, :generation, :created_at WHERE NOT EXISTS (SELECT 1 FROM installation);
+
+-- name: installation
+SELECT installation_id, generation FROM installation;
+
+-- name: set_generation
+UPDATE installation SET generation = :generation
+WHERE installation_id = :installation_id AND generation < :generation;
 
 -- Organisations, users, projects ---------------------------------------------------------------------------------
 
@@ -22,10 +37,10 @@ SELECT * FROM users WHERE user_id = :user_id;
 
 -- name: insert_project
 INSERT INTO projects (project_id, org_id, name, created_at) VALUES (:project_id, :org_id, :name, :created_at)
-ON CONFLICT (project_id) DO NOTHING;
+ON CONFLICT (org_id, project_id) DO NOTHING;
 
 -- name: project
-SELECT * FROM projects WHERE project_id = :project_id;
+SELECT * FROM projects WHERE org_id = :org_id AND project_id = :project_id;
 
 -- Keys -----------------------------------------------------------------------------------------------------------
 
@@ -46,6 +61,12 @@ SELECT * FROM keys ORDER BY key_id;
 
 -- name: revoke_key
 UPDATE keys SET revoked_at = :revoked_at WHERE key_id = :key_id AND revoked_at IS NULL;
+
+-- name: restore_key
+UPDATE keys SET revoked_at = NULL WHERE key_id = :key_id;
+
+-- name: set_key_note
+UPDATE keys SET note = :note WHERE key_id = :key_id;
 
 -- name: delete_key
 DELETE FROM keys WHERE key_id = :key_id;
@@ -76,14 +97,18 @@ UPDATE sessions SET project_id = :project_id WHERE session_id = :session_id;
 SELECT * FROM sessions WHERE status = 'active' ORDER BY heartbeat_at, session_id;
 
 -- name: sessions_of_org
-SELECT * FROM sessions WHERE org_id = :org_id ORDER BY created_at DESC, session_id DESC LIMIT :limit OFFSET :offset;
+SELECT * FROM sessions WHERE org_id = :org_id AND (CAST(:project_id AS TEXT) IS NULL OR project_id = :project_id)
+ORDER BY created_at DESC, session_id DESC LIMIT :limit OFFSET :offset;
 
 -- name: sessions_before
-SELECT * FROM sessions WHERE org_id = :org_id AND created_at < :before ORDER BY created_at DESC, session_id DESC
-LIMIT :limit OFFSET :offset;
+SELECT * FROM sessions WHERE org_id = :org_id AND created_at < :before
+    AND (CAST(:project_id AS TEXT) IS NULL OR project_id = :project_id)
+ORDER BY created_at DESC, session_id DESC LIMIT :limit OFFSET :offset;
 
 -- name: sessions_of_user
-SELECT * FROM sessions WHERE user_id = :user_id ORDER BY created_at DESC, session_id DESC LIMIT :limit OFFSET :offset;
+SELECT * FROM sessions WHERE org_id = :org_id AND user_id = :user_id
+    AND (CAST(:project_id AS TEXT) IS NULL OR project_id = :project_id)
+ORDER BY created_at DESC, session_id DESC LIMIT :limit OFFSET :offset;
 
 -- Models ---------------------------------------------------------------------------------------------------------
 
@@ -115,7 +140,7 @@ UPDATE models SET used_at = :used_at WHERE model_id = :model_id AND used_at < :u
 -- name: set_model_state
 UPDATE models SET state = :state WHERE model_id = :model_id;
 
--- The first fault is kept: what follows from it says less.
+-- The first fault is kept: later ones usually follow from it.
 -- name: set_model_fault
 UPDATE models SET fault = :fault WHERE model_id = :model_id AND fault IS NULL;
 
@@ -125,50 +150,41 @@ UPDATE models SET notice = :notice WHERE model_id = :model_id;
 -- name: set_model_fingerprint
 UPDATE models SET fingerprint = :fingerprint WHERE model_id = :model_id;
 
--- Touches no row where something that the snapshot contains has no result yet: it would be applied again on top.
+-- Changes no row if something that the snapshot contains has no result yet: a replay would apply it a second time.
 -- name: set_model_snapshot
 UPDATE models SET snapshot_directory = :snapshot_directory, snapshot_seq = :snapshot_seq
 WHERE model_id = :model_id AND snapshot_seq < :snapshot_seq AND NOT EXISTS (
     SELECT 1 FROM jobs WHERE lane = :model_id AND seq <= :snapshot_seq AND state = 'queued');
 
--- What the sweep at a start leaves alone.
+-- For the cleanup at start: which snapshots are in use.
 -- name: snapshot_directories
-SELECT snapshot_directory FROM models WHERE snapshot_directory IS NOT NULL ORDER BY model_id;
+SELECT model_id, snapshot_directory FROM models ORDER BY model_id;
 
 -- name: set_models_project
-UPDATE models SET project_id = :project_id WHERE session_id = :session_id;
+/* many rows */ UPDATE models SET project_id = :project_id WHERE session_id = :session_id;
 
 -- name: revive_models
-UPDATE models SET state = 'live' WHERE session_id = :session_id AND state = 'parked';
+/* many rows */ UPDATE models SET state = 'live' WHERE session_id = :session_id AND state = 'parked';
 
 -- name: unload_models_of_session
-UPDATE models SET state = 'parked' WHERE session_id = :session_id AND state = 'live';
+/* many rows */ UPDATE models SET state = 'parked' WHERE session_id = :session_id AND state = 'live';
 
 -- name: models_of_org
-SELECT * FROM models WHERE org_id = :org_id ORDER BY created_at DESC, model_id DESC LIMIT :limit OFFSET :offset;
-
--- name: count_models_of_org
-SELECT COUNT(*) AS count FROM models WHERE org_id = :org_id;
-
--- name: models_of_user
-SELECT * FROM models WHERE user_id = :user_id ORDER BY created_at DESC, model_id DESC LIMIT :limit OFFSET :offset;
-
--- name: count_models_of_user
-SELECT COUNT(*) AS count FROM models WHERE user_id = :user_id;
-
--- name: models_of_org_project
-SELECT * FROM models WHERE project_id = :project_id AND org_id = :org_id ORDER BY created_at DESC, model_id DESC
-LIMIT :limit OFFSET :offset;
-
--- name: count_models_of_org_project
-SELECT COUNT(*) AS count FROM models WHERE project_id = :project_id AND org_id = :org_id;
-
--- name: models_of_user_project
-SELECT * FROM models WHERE project_id = :project_id AND org_id = :org_id AND user_id = :user_id
+SELECT * FROM models WHERE org_id = :org_id AND (CAST(:project_id AS TEXT) IS NULL OR project_id = :project_id)
 ORDER BY created_at DESC, model_id DESC LIMIT :limit OFFSET :offset;
 
--- name: count_models_of_user_project
-SELECT COUNT(*) AS count FROM models WHERE project_id = :project_id AND org_id = :org_id AND user_id = :user_id;
+-- name: count_models_of_org
+SELECT COUNT(*) AS count FROM models WHERE org_id = :org_id
+    AND (CAST(:project_id AS TEXT) IS NULL OR project_id = :project_id);
+
+-- name: models_of_user
+SELECT * FROM models WHERE org_id = :org_id AND user_id = :user_id
+    AND (CAST(:project_id AS TEXT) IS NULL OR project_id = :project_id)
+ORDER BY created_at DESC, model_id DESC LIMIT :limit OFFSET :offset;
+
+-- name: count_models_of_user
+SELECT COUNT(*) AS count FROM models WHERE org_id = :org_id AND user_id = :user_id
+    AND (CAST(:project_id AS TEXT) IS NULL OR project_id = :project_id);
 
 -- Samplers -------------------------------------------------------------------------------------------------------
 
@@ -197,14 +213,14 @@ UPDATE samplers SET clones = clones + 1 WHERE sampler_id = :sampler_id RETURNING
 
 -- Jobs -----------------------------------------------------------------------------------------------------------
 
--- Fails with ConstraintError where the number is taken. A refused request takes its number with state 'refused'.
+-- Fails with ConstraintError if the number is taken. A refused request takes its number with state 'refused'.
 -- name: insert_job
 INSERT INTO jobs (request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, context,
     job)
 VALUES (:request_id, :lane, :seq, :kind, :session_id, :org_id, :user_id, :digest, :state, :created_at, :context,
     :job);
 
--- As insert_job, but touches no row where the number is taken.
+-- Like insert_job, but changes no row if the number is taken.
 -- name: insert_job_if_absent
 INSERT INTO jobs (request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, context,
     job)
@@ -224,17 +240,18 @@ FROM jobs WHERE lane = :lane AND seq = :seq;
 
 -- name: job_heads_of_session
 SELECT request_id, lane, seq, kind, session_id, org_id, user_id, digest, state, created_at, length(job) AS size_bytes
-FROM jobs WHERE session_id = :session_id ORDER BY created_at, lane, seq;
+FROM jobs WHERE session_id = :session_id ORDER BY created_at DESC, lane DESC, seq DESC LIMIT :limit;
 
--- What a restarted server goes on with.
+-- What a restarted server resumes.
 -- name: jobs_queued
 SELECT * FROM jobs WHERE state = 'queued' ORDER BY lane, seq;
 
--- The journal: page on with the last seq.
+-- The journal; the last seq gives the next page.
 -- name: jobs_of_lane_after
 SELECT * FROM jobs WHERE lane = :lane AND seq > :seq ORDER BY seq LIMIT :limit;
 
--- What a replay applies: finished jobs in order, with the digest of what each gave.
+-- What a replay applies: finished jobs in order, with the digest of each result. Those that failed or were cancelled
+-- changed nothing, so they are left out.
 -- name: journal
 SELECT jobs.seq AS seq, jobs.job AS job, results.digest AS digest
 FROM jobs JOIN results ON results.request_id = jobs.request_id
@@ -266,21 +283,21 @@ SELECT COUNT(*) AS count FROM jobs WHERE lane = :lane AND state = 'queued';
 -- name: count_jobs_queued
 SELECT COUNT(*) AS count FROM jobs WHERE state = 'queued';
 
--- Queued is the only state that can be left, so a second outcome of a job touches no row. The two spaces behind the JSON
--- make up for the shorter word: SQLite overwrites a row of the same length in place, and would else write all of a large
--- payload again.
+-- Only a queued job can change its state, so a second outcome of a job changes no row. The two spaces after the JSON make
+-- up for the shorter state: SQLite overwrites a row of the same length in place, and would otherwise write a large payload
+-- again.
 -- name: set_job_state
 UPDATE jobs SET state = :state, context = CASE :state WHEN 'done' THEN context || ' ' || ' ' ELSE context END
 WHERE request_id = :request_id AND state = 'queued';
 
--- Drops the payloads that a snapshot contains. Numbers, digests and results stay, so that repeated requests are known.
+-- Deletes the payloads that a snapshot contains. Numbers, digests and results stay, so that repetitions are recognised.
 -- name: prune_journal
-UPDATE jobs SET job = substr(job, 1, 0)
+/* many rows */ UPDATE jobs SET job = substr(job, 1, 0)
 WHERE lane = :lane AND seq <= :seq AND state <> 'queued' AND length(job) > 0;
 
--- The same in pieces, from behind the last time on.
+-- The same in pieces, continuing after the last one.
 -- name: prune_journal_some
-UPDATE jobs SET job = substr(job, 1, 0) WHERE request_id IN (
+/* many rows */ UPDATE jobs SET job = substr(job, 1, 0) WHERE request_id IN (
     SELECT request_id FROM jobs
     WHERE lane = :lane AND seq > :after AND seq <= :seq AND state <> 'queued' AND length(job) > 0
     ORDER BY seq LIMIT :limit);
@@ -306,7 +323,7 @@ DELETE FROM custom_losses WHERE session_id = :session_id;
 
 -- Results --------------------------------------------------------------------------------------------------------
 
--- The first result stays: it may have been delivered.
+-- The first result stays: a client may have it.
 -- name: insert_result
 INSERT INTO results (request_id, encoding, digest, started_at, finished_at, body)
 VALUES (:request_id, :encoding, :digest, :started_at, :finished_at, :body) ON CONFLICT (request_id) DO NOTHING;
@@ -318,12 +335,12 @@ SELECT * FROM results WHERE request_id = :request_id;
 SELECT results.request_id, results.encoding, results.digest, results.started_at, results.finished_at,
     length(results.body) AS size_bytes
 FROM results JOIN jobs ON jobs.request_id = results.request_id
-WHERE jobs.session_id = :session_id ORDER BY results.finished_at, results.request_id;
+WHERE jobs.session_id = :session_id ORDER BY jobs.created_at DESC, jobs.lane DESC, jobs.seq DESC LIMIT :limit;
 
 -- name: result_bytes
 SELECT CAST(COALESCE(SUM(length(body)), 0) AS BIGINT) AS size_bytes FROM results;
 
--- What the passes and steps of a run measured, for curves: page on with the last seq.
+-- Results of passes and steps of a run, for curves; the last seq gives the next page.
 -- name: measured_of_lane_after
 SELECT jobs.seq AS seq, jobs.kind AS kind, jobs.context AS context, results.encoding AS encoding,
     results.started_at AS started_at, results.finished_at AS finished_at, results.body AS body
@@ -340,7 +357,7 @@ SELECT COUNT(*) AS count FROM jobs WHERE lane = :lane AND seq > :after AND state
 INSERT INTO steps (model_id, seq, step, datums, seconds, finished_at, metrics)
 VALUES (:model_id, :seq, :step, :datums, :seconds, :finished_at, :metrics) ON CONFLICT (model_id, seq) DO NOTHING;
 
--- Keeps the first step, every `stride`-th behind it, and the last one.
+-- Keeps the first step, every `stride`-th after it, and the last one.
 -- name: thin_steps
 DELETE FROM steps WHERE model_id = :model_id AND (step - 1) % :stride <> 0 AND step < :step;
 
@@ -350,7 +367,7 @@ SELECT * FROM steps WHERE model_id = :model_id AND seq > :after ORDER BY seq LIM
 -- name: last_step
 SELECT * FROM steps WHERE model_id = :model_id ORDER BY seq DESC LIMIT 1;
 
--- Runs whose steps nobody needs any more: their session is long over, and no checkpoint of theirs is left.
+-- Runs whose steps can be deleted: their session ended long ago, and none of their checkpoints is left.
 -- name: runs_to_forget
 SELECT models.model_id AS model_id FROM models JOIN sessions ON sessions.session_id = models.session_id
 WHERE sessions.ended_at < :before AND sessions.pruned = 1
@@ -383,14 +400,23 @@ SELECT * FROM checkpoints WHERE path = :path;
 -- name: checkpoints_of_model
 SELECT * FROM checkpoints WHERE model_id = :model_id ORDER BY created_at, path;
 
+-- name: newest_checkpoint
+SELECT * FROM checkpoints WHERE model_id = :model_id AND kind = :kind ORDER BY created_at DESC, path DESC LIMIT 1;
+
+-- name: checkpoint_metadata_bytes
+SELECT CAST(COALESCE(SUM(length(user_metadata)), 0) AS BIGINT) AS size_bytes FROM checkpoints WHERE model_id = :model_id;
+
 -- name: checkpoints_of_session
 SELECT * FROM checkpoints WHERE session_id = :session_id ORDER BY created_at, path;
 
 -- name: checkpoints_of_user
-SELECT * FROM checkpoints WHERE user_id = :user_id ORDER BY created_at DESC, path DESC LIMIT :limit OFFSET :offset;
+SELECT * FROM checkpoints WHERE org_id = :org_id AND user_id = :user_id
+    AND (CAST(:project_id AS TEXT) IS NULL OR project_id = :project_id)
+ORDER BY created_at DESC, path DESC LIMIT :limit OFFSET :offset;
 
 -- name: count_checkpoints_of_user
-SELECT COUNT(*) AS count FROM checkpoints WHERE user_id = :user_id;
+SELECT COUNT(*) AS count FROM checkpoints WHERE org_id = :org_id AND user_id = :user_id
+    AND (CAST(:project_id AS TEXT) IS NULL OR project_id = :project_id);
 
 -- name: set_checkpoint_public
 UPDATE checkpoints SET public = :public WHERE path = :path;
@@ -399,7 +425,7 @@ UPDATE checkpoints SET public = :public WHERE path = :path;
 UPDATE checkpoints SET expires_at = :expires_at WHERE path = :path;
 
 -- name: set_checkpoints_project
-UPDATE checkpoints SET project_id = :project_id WHERE session_id = :session_id;
+/* many rows */ UPDATE checkpoints SET project_id = :project_id WHERE session_id = :session_id;
 
 -- name: delete_checkpoint
 DELETE FROM checkpoints WHERE path = :path;
@@ -407,7 +433,7 @@ DELETE FROM checkpoints WHERE path = :path;
 -- name: checkpoints_expired
 SELECT * FROM checkpoints WHERE expires_at < :before ORDER BY expires_at, path LIMIT :limit;
 
--- Training checkpoints that may go, oldest first: unpublished, without an end of their own, never the newest of a run;
+-- Training checkpoints that may be deleted, oldest first: unpublished, without a ttl, never the newest of a run;
 -- beyond the newest :keep, or made before a time.
 -- name: checkpoints_beyond
 SELECT * FROM (
@@ -415,13 +441,24 @@ SELECT * FROM (
     FROM checkpoints WHERE kind = 'weights' AND expires_at IS NULL) AS ranked
 WHERE place > 1 AND public = 0 AND (place > :keep OR created_at < :before) ORDER BY created_at, path LIMIT :limit;
 
--- Touches no row where the checkpoint was saved again, published, or given another end (-1: none) since it was read.
+-- Changes no row if the checkpoint was saved again, published, or given another expiry (-1: none) since it was read.
 -- name: delete_checkpoint_as_it_was
 DELETE FROM checkpoints WHERE path = :path AND directory = :directory AND public = :public
 AND COALESCE(expires_at, -1) = :ends_at;
 
 -- name: checkpoint_bytes
 SELECT CAST(COALESCE(SUM(size_bytes), 0) AS BIGINT) AS size_bytes FROM checkpoints;
+
+-- Bytes stored for each organisation, as far as the database knows: rows with their payloads, and checkpoint files.
+-- name: bytes_by_org
+SELECT org_id, CAST(SUM(size_bytes) AS BIGINT) AS size_bytes FROM (
+    SELECT org_id, size_bytes + 1000 AS size_bytes FROM checkpoints
+    UNION ALL SELECT org_id, length(job) + 500 AS size_bytes FROM jobs
+    UNION ALL SELECT jobs.org_id AS org_id, length(results.body) AS size_bytes
+        FROM results JOIN jobs ON jobs.request_id = results.request_id
+    UNION ALL SELECT org_id, length(request) AS size_bytes FROM custom_losses
+    UNION ALL SELECT org_id, length(user_metadata) + length(tags) + 500 AS size_bytes FROM sessions
+) AS kept GROUP BY org_id ORDER BY org_id;
 
 -- name: storage_of_org
 SELECT project_id, user_id, COUNT(*) AS count, CAST(SUM(size_bytes) AS BIGINT) AS size_bytes
@@ -504,8 +541,8 @@ WHERE org_id = :org_id AND user_id = :user_id AND hour >= :since_hour;
 -- Audit ----------------------------------------------------------------------------------------------------------
 
 -- name: insert_audit
-INSERT INTO audit (at, org_id, user_id, event, group_name, details, model_id, tinker_path, purpose)
-VALUES (:at, :org_id, :user_id, :event, :group_name, :details, :model_id, :tinker_path, :purpose);
+INSERT INTO audit (at, org_id, user_id, event, group_name, details, model_id, tinker_path, purpose, project_id)
+VALUES (:at, :org_id, :user_id, :event, :group_name, :details, :model_id, :tinker_path, :purpose, :project_id);
 
 -- A day is from its first second (since) to before the next day's (until).
 -- name: audit_of_org

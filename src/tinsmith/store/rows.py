@@ -1,6 +1,6 @@
-"""The rows that the server keeps. Times are seconds since the epoch (UTC); JSON columns hold text.
+"""The rows of the server's tables. Times are seconds since the epoch (UTC); JSON columns hold strings.
 
-Does not know: SQL; the statements that write and read these are in `queries.sql`.
+`queries.sql` has the statements that write and read them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from tinsmith.store.base import Row
 
 
 class KeyRow(Row, frozen=True, kw_only=True):
-    """An API key. The key itself is not kept, only its digest."""
+    """An API key. The key itself is not stored, only its digest."""
 
     key_id: int
     digest: str
@@ -62,11 +62,11 @@ class SessionRow(Row, frozen=True, kw_only=True):
     status: str = "active"
     """active, finished (by its client), expired (no heartbeat), failed."""
     status_detail: str | None = None
-    """Of a finished one: success, errored or interrupted."""
+    """For a finished session: success, errored or interrupted."""
     detail: str | None = None
     ended_at: float | None = None
     pruned: bool = False
-    """Whether its results and journal are gone."""
+    """Whether its results and journal were deleted."""
 
 
 class ModelRow(Row, frozen=True, kw_only=True):
@@ -82,16 +82,16 @@ class ModelRow(Row, frozen=True, kw_only=True):
     created_at: float
     used_at: float
     state: str = "live"
-    """live, unloaded (asked for), parked (its session is over; a session that comes back wakes it)."""
+    """live, unloaded (by its client), or parked (its session has expired; reviving the session revives it)."""
     fault: str | None = None
-    """Why the run must not be trusted, if so."""
+    """Why the run must not be trusted, if there is a reason."""
     notice: str | None = None
-    """What its owner should know, and need not worry about."""
+    """A notice for its owner that is not a fault."""
     snapshot_directory: str | None = None
     snapshot_seq: int = -1
     """The journal up to this number is contained in the snapshot."""
     fingerprint: str | None = None
-    """Of the engine that computed what is in the snapshot, or the first one where there is none, as JSON."""
+    """The fingerprint of the engine that computed the snapshot, or of the first one if there is none, as JSON."""
 
 
 class SamplerRow(Row, frozen=True, kw_only=True):
@@ -120,7 +120,7 @@ class JobRow(Row, frozen=True, kw_only=True):
     org_id: str
     user_id: str
     digest: str
-    """Of the body as sent, to tell a repetition from another request under the same number."""
+    """The digest of the body as sent; tells a repetition from another request under the same number."""
     job: bytes
     """The job as the backend gets it, encoded."""
     context: str = "{}"
@@ -173,16 +173,16 @@ class CustomLossRow(Row, frozen=True, kw_only=True):
 
 
 class StepRow(Row, frozen=True, kw_only=True):
-    """What one step of a run measured: an optim_step and the passes before it, joined."""
+    """The metrics of one step of a run: an optim_step and the passes before it, combined."""
 
     model_id: str
     seq: int
-    """Of the optim_step."""
+    """The number of the optim_step."""
     step: int
-    """Steps are counted from 1 on; some are missing where a long curve was thinned."""
+    """Counted from 1; some are missing if a long curve was thinned."""
     datums: int
     seconds: float
-    """Of computing."""
+    """Device time."""
     finished_at: float
     metrics: str
     """Numbers by name, as JSON."""
@@ -198,18 +198,18 @@ class UsageRow(Row, frozen=True, kw_only=True):
     session_id: str
     base_model: str
     run_id: str
-    """The training run that was trained or sampled, or the sampling session on a base model; empty: it is not known."""
+    """The run that was trained or sampled, or the sampling session of a base model; empty if unknown."""
     training: int = 0
     """Tokens, as are the next three."""
     prefill: int = 0
     prefill_cached: int = 0
     sampled: int = 0
     checkpoints: int = 0
-    """How many were made."""
+    """How many were created."""
     storage: int = 0
     """Byte hours."""
     device_us: int = 0
-    """Microseconds of computing; a whole number, so that sums do not depend on their order."""
+    """Device time in microseconds; an integer, so that sums do not depend on their order."""
     jobs: int = 0
     """How many finished."""
 
@@ -225,6 +225,7 @@ class AuditRow(Row, frozen=True, kw_only=True):
     model_id: str | None = None
     tinker_path: str | None = None
     purpose: str | None = None
+    project_id: str | None = None
 
 
 class TelemetryRow(Row, frozen=True, kw_only=True):
@@ -262,7 +263,7 @@ class ResultHeadRow(Row, frozen=True, kw_only=True):
 
 
 class StorageRow(Row, frozen=True, kw_only=True):
-    """What the checkpoints of a user in a project take."""
+    """How many bytes a user's checkpoints in a project use."""
 
     project_id: str | None = None
     user_id: str = ""

@@ -1,9 +1,7 @@
-"""State in one SQLite file: durable on return, with many writes per commit. See `threads` for how.
+"""State in one SQLite file, durable on return, with many writes per commit; `threads` explains how.
 
 WAL with `synchronous=FULL`: a commit is on the disk when it returns, and reads never wait for writes. Other processes
 (the command line) may use the file at the same time.
-
-Does not know: what the rows mean.
 """
 
 from __future__ import annotations
@@ -11,24 +9,44 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from urllib.parse import quote
 
-from tinsmith.errors import ConstraintError, StorageFullError, StoreError, StoreUnavailableError
-from tinsmith.store.base import RowT, Statement, Value
-from tinsmith.store.queries import Query, find, load_queries
-from tinsmith.store.schema import RECORD, Migration, load_migrations, pending
+from tinsmith.errors import (
+    ConstraintError,
+    StorageFullError,
+    StoreError,
+    StoreTakenError,
+    StoreUnavailableError,
+    UnstorableError,
+)
+from tinsmith.store.base import (
+    LOOK_FOR_FILES,
+    LOOK_FOR_IDENTITY,
+    LOOK_FOR_KNOWN,
+    Found,
+    FoundRuns,
+    Identity,
+    RowT,
+    Statement,
+    Value,
+)
+from tinsmith.store.queries import URGENT, Query, find, load_queries
+from tinsmith.store.reserve import Reserve
+from tinsmith.store.schema import INSTALLATION, RECORD, Migration, load_migrations, pending
 from tinsmith.store.threads import Outbox, Queue, Reader, Task, Writer
 
 OLDEST_SQLITE = (3, 37, 0)
 """The first with STRICT tables; RETURNING is older."""
 
 PAGE_BYTES = 16384
-"""Of a new file. A payload of 4 MB is written in two thirds of the time that SQLite's default of 4096 takes."""
+"""Page size of a new file. Writing a 4 MB payload takes two thirds of the time of SQLite's default, 4096."""
 CHECKPOINT_PAGES = 4000
-"""Pages in the log, 64 MB, before a commit itself moves them to the file; the writer does so earlier (`threads`)."""
+"""Pages in the log (64 MB) before a commit itself moves them to the file; the writer does so earlier (`threads`)."""
 
 MEMORY = ":memory:"
 
@@ -36,7 +54,7 @@ _QUERIES: Mapping[str, Query] = load_queries("?")
 
 
 class SqliteStore:
-    """A store in a file. `busy_timeout_s`: how long to wait for another process that holds the lock.
+    """A store in a file. `busy_timeout_s`: how long to wait while another process holds the lock.
 
     `max_bytes` bounds the file: beyond it writes fail as on a full disk, until rows have been deleted.
     """
@@ -62,18 +80,37 @@ class SqliteStore:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @property
+    def where(self) -> str:
+        return self.path
+
+    @property
+    def is_lasting(self) -> bool:
+        return self.path != MEMORY
+
+    @property
     def commits(self) -> int:
         """How many transactions were committed since `open`."""
         return self._writer.commits if self._writer is not None else 0
 
-    async def open(self) -> None:
+    async def look(self) -> Found:
+        return await asyncio.to_thread(self._look)
+
+    async def look_for_runs(self) -> FoundRuns:
+        return await asyncio.to_thread(self._look_for_runs)
+
+    async def taken(self) -> StoreTakenError:
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets it")
+
+    async def open(self, *, alone: bool = False) -> None:
         if self._writer is not None:
-            raise StoreError(f"{self.path}: the store is open already")
+            raise StoreError(f"{self.path}: the store is already open")
         writing, reading = await asyncio.to_thread(self._connect_all)
         self._loop = asyncio.get_running_loop()
         self._process_id = os.getpid()
         outbox = Outbox(self._loop)
-        self._writer = Writer(writing, outbox, self._explain, busy_timeout_s=self._busy_timeout_s)
+        reserve = Reserve(Path(f"{self.path}-reserve")) if self.is_lasting else None
+        self._writer = Writer(writing, outbox, self._explain, busy_timeout_s=self._busy_timeout_s, reserve=reserve)
         self._reads = SimpleQueue()
         self._readers = [Reader(item, self._reads, outbox, self._explain) for item in reading]
         self._writer.start()
@@ -101,7 +138,8 @@ class SqliteStore:
             values = query.bind(statement.parameters)
             bound.append((query.sql, values))
             size_bytes += sum([len(value) for value in values if type(value) is bytes])
-        task = Task(bound, None, self._future(), size_bytes)
+        is_urgent = any(statement.name in URGENT for statement in statements)
+        task = Task(bound, None, self._future(), size_bytes, is_urgent=is_urgent)
         self._open_writer().put(task)
         count: int = await task.future
         return count
@@ -124,7 +162,7 @@ class SqliteStore:
         return await asyncio.to_thread(self._file_bytes)
 
     def _read(self, task: Task) -> asyncio.Future[Any]:
-        """Queue a read: for a reader, or for the writer where there is no other connection."""
+        """Queue a read for a reader, or for the writer if there is no other connection."""
         (self._reads if self._readers else self._open_writer()).put(task)
         return task.future
 
@@ -144,6 +182,32 @@ class SqliteStore:
 
     def _file_bytes(self) -> int:
         return sum(os.stat(file).st_size for file in (self.path, f"{self.path}-wal") if os.path.exists(file))
+
+    def _look(self) -> Found:
+        if self.path == MEMORY or not os.path.exists(self.path):
+            return Found(is_new=True)
+        with self._looking() as connection:
+            tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            row = connection.execute(LOOK_FOR_IDENTITY).fetchone() if "installation" in tables else None
+        identity = Identity(installation_id=row[0], generation=row[1]) if row is not None else None
+        return Found(is_new="migrations" not in tables, identity=identity)
+
+    def _look_for_runs(self) -> FoundRuns:
+        with self._looking() as connection:
+            known, with_files = (
+                frozenset(name for (name,) in connection.execute(sql)) for sql in (LOOK_FOR_KNOWN, LOOK_FOR_FILES)
+            )
+        return FoundRuns(known, with_files)
+
+    @contextmanager
+    def _looking(self) -> Iterator[sqlite3.Connection]:
+        """Open a read-only connection."""
+        address = f"file:{quote(os.path.abspath(self.path))}?mode=ro"
+        try:
+            with closing(sqlite3.connect(address, uri=True, timeout=self._busy_timeout_s)) as connection:
+                yield connection
+        except sqlite3.Error as error:
+            raise self._explain(error) from error
 
     def _connect_all(self) -> tuple[sqlite3.Connection, list[sqlite3.Connection]]:
         if sqlite3.sqlite_version_info < OLDEST_SQLITE:
@@ -167,7 +231,7 @@ class SqliteStore:
         return connections[0], connections[1:]
 
     def _make_file(self) -> None:
-        """The file is for its owner alone: it holds what tenants sent. SQLite gives its companions the same mode."""
+        """Create the file, readable by its owner only; SQLite gives its -wal file the same mode."""
         if self.path == MEMORY:
             return
         try:
@@ -197,6 +261,7 @@ class SqliteStore:
     def _migrate(self, connection: sqlite3.Connection) -> None:
         connection.execute("BEGIN IMMEDIATE")
         connection.execute(f"{RECORD} STRICT")
+        connection.execute(f"{INSTALLATION} STRICT")
         applied = [number for (number,) in connection.execute("SELECT number FROM migrations")]
         for migration in pending(applied, self._migrations, self.path):
             for sql in migration.statements:
@@ -211,28 +276,33 @@ class SqliteStore:
 
 
 def explained(error: sqlite3.Error, path: str) -> StoreError:
-    """What went wrong, where, and what to do, for an error of SQLite."""
+    """Turn an error of SQLite into one that says what went wrong, where, and what to do."""
     extended: int = getattr(error, "sqlite_errorcode", None) or 0
     code = extended & 0xFF
     if code == sqlite3.SQLITE_CONSTRAINT:
         return ConstraintError(str(error))
     if code == sqlite3.SQLITE_FULL or extended == sqlite3.SQLITE_IOERR_SHMSIZE:
         return StorageFullError(
-            f"{path}: no room for the database ({error}). Free some on its disk, or raise the limit of its size; "
+            f"{path}: no space for the database ({error}). Free some on its disk, or raise its size limit; "
             "nothing that was acknowledged is lost."
         )
     if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
         return StoreUnavailableError(
-            f"{path}: another process holds the lock of the database ({error}). Try again, or end that process."
+            f"{path}: another process has locked the database ({error}). Retry, or stop that process."
         )
-    return StoreError(f"{path}: {error}. {_ADVICE.get(code, 'The server cannot go on with this request.')}")
+    if code in _UNSTORABLE:
+        return UnstorableError(f"{path}: {error}")
+    return StoreError(f"{path}: {error}. {_ADVICE.get(code, 'The request failed.')}")
 
+
+_UNSTORABLE = frozenset({sqlite3.SQLITE_ERROR, sqlite3.SQLITE_TOOBIG, sqlite3.SQLITE_MISMATCH, sqlite3.SQLITE_RANGE})
+"""Errors of the value or the statement; retrying would fail again."""
 
 _ADVICE = {
-    sqlite3.SQLITE_READONLY: "The file or its folder cannot be written: check owner, mode and how it is mounted.",
-    sqlite3.SQLITE_CANTOPEN: "Check that the folder exists and that this user may write to it.",
-    sqlite3.SQLITE_IOERR: "The disk or its file system failed: look at the system's log, then start again.",
-    sqlite3.SQLITE_CORRUPT: "The file is damaged: stop the server and put back a copy.",
-    sqlite3.SQLITE_NOTADB: "This file is not a SQLite database: name another path.",
-    sqlite3.SQLITE_PERM: "Check the owner and the mode of the file and its folder.",
+    sqlite3.SQLITE_READONLY: "The file or its directory is not writable: check its owner, mode and mount options.",
+    sqlite3.SQLITE_CANTOPEN: "Check that the directory exists and that this user may write to it.",
+    sqlite3.SQLITE_IOERR: "The disk or its file system failed: check the system's log, then restart.",
+    sqlite3.SQLITE_CORRUPT: "The file is damaged: stop the server and restore a backup.",
+    sqlite3.SQLITE_NOTADB: "This file is not a SQLite database: give another path.",
+    sqlite3.SQLITE_PERM: "Check the owner and the mode of the file and its directory.",
 }

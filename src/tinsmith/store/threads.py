@@ -1,9 +1,12 @@
-"""SQLite connections that work for an event loop: one that writes, with a thread that commits, and threads that read.
+"""SQLite behind an event loop: one connection that writes, with a thread that commits, and threads that read.
 
-The writer commits in groups: what was queued while the last commit ran shares the next one. Each caller's statements
-stand or fall by themselves, and results go back to the loop together.
+A durable commit waits for the disk (fsync), which takes milliseconds however little is written. So the writer commits
+in groups ("group commit"): while one commit waits for the disk, further writes queue up, and all of them share the next
+commit. With one caller each write is a commit; with hundreds, hundreds of writes cost one fsync, and nobody waits for
+more than two. A caller's future resolves only after the commit that contains its statements, so what `write` returned
+for is durable.
 
-Does not know: names of statements, paths, what errors mean to a user.
+Callers are independent although they share a transaction: if the statements of one fail, only that one gets the error.
 """
 
 from __future__ import annotations
@@ -21,21 +24,23 @@ import msgspec
 
 from tinsmith.store.base import Row, make_row
 from tinsmith.store.queries import Bound
+from tinsmith.store.reserve import Reserve
 
 logger = logging.getLogger(__name__)
 
 MAX_GROUP = 1000
-"""Writes in one commit."""
+"""Most writes in one commit."""
 MAX_GROUP_BYTES = 32 * 2**20
-"""Bytes of payload in one commit, so that a small write does not wait long behind large ones."""
+"""Most bytes of payload in one commit, so that a small write does not wait long for large ones."""
 
 CHECKPOINT_BYTES = 16 * 2**20
-"""Bytes in the log before they are moved to the file, which is done when nobody waits for the commit any more."""
+"""Bytes in the write-ahead log before they are moved to the database file (a WAL checkpoint). The writer does that
+after it has delivered a commit's results, so no caller waits for it."""
 COMMIT_BYTES = 128 * 1024
-"""What a commit of small rows writes, about."""
+"""About what a commit of small rows writes to the log."""
 
 MAX_INLINE_BYTES = 256 * 1024
-"""Bytes of payload that are written on the loop; copying more would make others wait."""
+"""Most bytes of payload that are written on the loop; copying more would hold up others."""
 
 _OF_THE_DATABASE = frozenset(
     {
@@ -49,20 +54,22 @@ _OF_THE_DATABASE = frozenset(
         sqlite3.SQLITE_NOTADB,
     }
 )
-"""Faults that say nothing about the statement at hand."""
+"""Errors of the database as a whole, not of the statement that met them."""
 
 Outcome: TypeAlias = "tuple[asyncio.Future[Any], Any, BaseException | None]"
 Explain: TypeAlias = Callable[[sqlite3.Error], Exception]
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What a caller waits for: a write of statements, or a read with one. Gives rows of a type, else a count."""
+    """A caller's write or read, and the future it waits for; results in rows of `row_type`, else in a count."""
 
     statements: Sequence[tuple[str, Bound]]
     row_type: type[Row] | None
     future: asyncio.Future[Any]
     size_bytes: int = 0
     is_read: bool = False
+    is_urgent: bool = False
+    """Whether it must work on a full disk."""
 
     def run(self, connection: sqlite3.Connection) -> Any:
         count = 0
@@ -80,7 +87,7 @@ def _rows(row_type: type[Row], cursor: sqlite3.Cursor) -> list[Row]:
 
 
 class Outbox:
-    """Results on their way to the loop; however many arrive before it wakes, it is woken once."""
+    """Carries results from the threads to the loop, which is woken once for however many there are."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -90,7 +97,7 @@ class Outbox:
         self._is_woken = False
 
     def put(self, outcomes: Iterable[Outcome], then: Callable[[], None] | None = None) -> None:
-        """Deliver, and then call something on the loop."""
+        """Deliver outcomes on the loop, then call `then` there."""
         with self._lock:
             self._outcomes.extend(outcomes)
             if then is not None:
@@ -100,7 +107,7 @@ class Outbox:
             try:
                 self.loop.call_soon_threadsafe(self._deliver)
             except RuntimeError:
-                logger.warning("the event loop is closed; results of finished writes have no receiver")
+                logger.warning("the event loop is closed; results of finished writes cannot be delivered")
 
     def _deliver(self) -> None:
         with self._lock:
@@ -122,7 +129,7 @@ Queue: TypeAlias = "SimpleQueue[Task | None]"
 
 
 class Reader(threading.Thread):
-    """Runs reads from a queue that several readers may share; None ends it."""
+    """Runs reads from a queue that several readers share; None stops it."""
 
     def __init__(self, connection: sqlite3.Connection, queue: Queue, outbox: Outbox, explain: Explain) -> None:
         super().__init__(name="tinsmith-store-reader", daemon=True)
@@ -135,7 +142,7 @@ class Reader(threading.Thread):
 
 
 def read(task: Task, connection: sqlite3.Connection, explain: Explain) -> Outcome:
-    """The outcome of a read. What cannot be turned into rows is the caller's to see, too."""
+    """Run a read; an answer that cannot be converted to rows is the caller's error, too."""
     try:
         return task.future, task.run(connection), None
     except sqlite3.Error as error:
@@ -145,26 +152,34 @@ def read(task: Task, connection: sqlite3.Connection, explain: Explain) -> Outcom
 
 
 class _HalfDoneError(Exception):
-    """A statement of a caller failed behind others of the same caller."""
+    """A statement failed after others of the same caller had run."""
 
 
 class Writer:
-    """Runs writes in the order in which they were put, in groups; what comes while one commits is the next.
+    """Runs writes in the order in which they were queued, in groups; what arrives while one commits is the next.
 
-    Small statements run on the loop, and a thread does the commit, which waits for the disk: each statement would hand
-    over Python's lock, and a thread waits long for it while the loop is busy. A group that deletes, has
-    much payload, or finds the database locked by another process, runs in the thread as a whole.
+    The trick: the statements of a group run on the loop, and only COMMIT, which waits for the disk, runs in the thread.
+    Each call into SQLite releases Python's lock, and a thread waits long to get it back while the loop is busy; so a
+    thread that ran a hundred small statements would wait a hundred times. A group that changes many rows, has a large
+    payload, or finds the database locked by another process, runs in the thread as a whole.
 
-    A group runs without savepoints first. Only if a caller's later statement fails, it is rolled back and run again
-    with one around each caller.
+    A group first runs without savepoints, which is cheaper. If a caller's second or later statement fails, the group
+    is rolled back and run again with a savepoint around each caller.
     """
 
     def __init__(
-        self, connection: sqlite3.Connection, outbox: Outbox, explain: Explain, *, busy_timeout_s: float
+        self,
+        connection: sqlite3.Connection,
+        outbox: Outbox,
+        explain: Explain,
+        *,
+        busy_timeout_s: float,
+        reserve: Reserve | None = None,
     ) -> None:
         self.commits = 0
         self._connection, self._outbox, self._explain = connection, outbox, explain
         self._busy_timeout_s = busy_timeout_s
+        self._reserve = reserve
         connection.execute("PRAGMA busy_timeout = 0")
         self._waiting: deque[Task] = deque()
         self._is_at_work = False
@@ -173,13 +188,13 @@ class Writer:
         self._thread = threading.Thread(target=self._run_groups, name="tinsmith-store-writer", daemon=True)
         self._is_failing = False
         self._log_bytes = 0
-        """About what was written to the log since it was moved into the file."""
+        """About what was written to the log since it was last moved to the file."""
 
     def start(self) -> None:
         self._thread.start()
 
     def put(self, task: Task) -> None:
-        """Queue a task. Called on the loop. A small one waits for others of the same turn, a large one begins."""
+        """Queue a task; called on the loop. A small one waits for others of the same loop turn, a large one starts."""
         self._waiting.append(task)
         if not self._is_at_work:
             self._is_at_work = True
@@ -189,7 +204,7 @@ class Writer:
                 self._outbox.loop.call_soon(self._next)
 
     async def close(self) -> None:
-        """Finish what was put, then close the connection."""
+        """Finish what was queued, then close the connection."""
         while self._is_at_work:
             self._is_idle.clear()
             await self._is_idle.wait()
@@ -197,7 +212,7 @@ class Writer:
         await asyncio.to_thread(self._thread.join)
 
     def _next(self) -> None:
-        """Begin the next group, if there is one."""
+        """Start the next group, if there is one."""
         group = self._next_group()
         if not group:
             self._is_at_work = False
@@ -214,9 +229,9 @@ class Writer:
         return group
 
     def _begin(self, group: Sequence[Task]) -> list[Outcome] | None:
-        """The outcomes of the group's statements, run here and not committed; None if the thread is to run them."""
+        """Run the group's statements without committing; None if the thread should run them."""
         writes = [task for task in group if not task.is_read]
-        if not writes or sum(task.size_bytes for task in writes) > MAX_INLINE_BYTES or any(map(_deletes, writes)):
+        if not writes or sum(task.size_bytes for task in writes) > MAX_INLINE_BYTES or any(map(_touches_many, writes)):
             return None
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -231,25 +246,33 @@ class Writer:
             writes = [task for task in group if not task.is_read]
             outcomes = self._commit(writes, begun) if writes else []
             outcomes += [read(task, self._connection, self._explain) for task in group if task.is_read]
+            if self._reserve is not None and self._reserve.is_due:
+                self._reserve.fill()
             self._log_bytes += sum(task.size_bytes for task in writes) + COMMIT_BYTES
             if self._log_bytes < CHECKPOINT_BYTES:
                 self._outbox.put(outcomes, self._next)
             else:
-                self._outbox.put(outcomes)  # they need not wait for what comes now
+                self._outbox.put(outcomes)  # these callers need not wait for the WAL checkpoint
                 self._checkpoint()
                 self._outbox.put([], self._next)
         self._connection.close()
+        if self._reserve is not None:
+            self._reserve.close()
 
-    def _checkpoint(self) -> None:
-        """Move the log into the file. What is committed is safe in either."""
+    def _checkpoint(self) -> bool:
+        """Move the log to the database file; return whether all of it was. What is committed is safe in either."""
         self._log_bytes = 0
         try:
-            self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+            [(busy, length, moved)] = self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         except sqlite3.Error as error:
-            logger.warning("the log was not moved into the database: %s", error, extra={"event": "store_checkpoint"})
+            logger.warning(
+                "could not move the write-ahead log to the database: %s", error, extra={"event": "store_checkpoint"}
+            )
+            return False
+        return not busy and length == moved
 
     def _commit(
-        self, group: Sequence[Task], begun: list[Outcome] | None = None, *, is_careful: bool = False
+        self, group: Sequence[Task], begun: list[Outcome] | None = None, *, is_careful: bool = False, tries: int = 0
     ) -> list[Outcome]:
         try:
             if begun is None:
@@ -261,17 +284,26 @@ class Writer:
             return begun
         except _HalfDoneError:
             self._roll_back()
-            return self._commit(group, is_careful=True)
+            return self._commit(group, is_careful=True, tries=tries)
         except sqlite3.Error as error:
             self._roll_back()
             if len(group) > 1 and _code(error) == sqlite3.SQLITE_FULL:
-                # One large write must not take the small ones with it: results should still find the room that is left.
+                # One large write must not fail the small ones with it: results should still get the space that is left.
                 return [outcome for task in group for outcome in self._commit([task])]
+            if _code(error) == sqlite3.SQLITE_FULL and self._makes_room(group[0], tries):
+                return self._commit(group, tries=tries + 1)
             self._note(error)
             return [(task.future, None, self._explain(error)) for task in group]
 
+    def _makes_room(self, task: Task, tries: int) -> bool:
+        """Whether to try again: once the log has been moved to the file its space is reused, and urgent writes may use
+        the reserve."""
+        if not tries and self._checkpoint():
+            return True
+        return task.is_urgent and self._reserve is not None and self._reserve.give_up()
+
     def _wait_for_lock(self) -> None:
-        """Begin, as soon as other processes let go of the database. Only here may it take time."""
+        """Begin a transaction as soon as other processes release the database; only the thread may wait."""
         self._connection.execute(f"PRAGMA busy_timeout = {int(self._busy_timeout_s * 1000)}")
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -279,7 +311,7 @@ class Writer:
             self._connection.execute("PRAGMA busy_timeout = 0")
 
     def _note(self, error: sqlite3.Error | None) -> None:
-        """Say when commits begin to fail and when they succeed again, not each time."""
+        """Log when commits begin to fail and when they succeed again, not each time."""
         if error is not None and not self._is_failing:
             logger.error("commits fail: %s", error, extra={"event": "store_failing"})
         elif error is None and self._is_failing:
@@ -287,7 +319,7 @@ class Writer:
         self._is_failing = error is not None
 
     def _run(self, task: Task, *, is_careful: bool) -> Outcome:
-        """One caller's statements. SQLite undoes a failed statement by itself; those before it need a savepoint."""
+        """Run one caller's statements. SQLite reverts a failed statement itself; those before it need a savepoint."""
         is_saved = is_careful and len(task.statements) > 1
         if is_saved:
             self._connection.execute("SAVEPOINT caller")
@@ -316,11 +348,11 @@ class Writer:
                 logger.exception("a rollback failed")
 
 
-def _deletes(task: Task) -> bool:
-    """Whether it may touch many rows: pruning would make the loop wait."""
-    return any(sql.startswith("DELETE") for sql, _ in task.statements)
+def _touches_many(task: Task) -> bool:
+    """Whether it may change many rows, which would hold up the loop; statements that update many are marked."""
+    return any(sql.startswith(("DELETE", "/* many rows */")) for sql, _ in task.statements)
 
 
 def _code(error: sqlite3.Error) -> int:
-    """SQLite's primary code of an error; -1 where Python's own layer raised it."""
+    """Return SQLite's primary error code; -1 if Python's own layer raised it."""
     return (getattr(error, "sqlite_errorcode", None) or -1) & 0xFF

@@ -1,12 +1,12 @@
-"""Arithmetic in the place of a language model, for tests: a score from hashed features and a LoRA of eight numbers.
+"""A stand-in for a language model, for tests: scores from hashed features, and a LoRA of eight numbers.
 
-The logprob of a token after a prefix is log sigmoid(w . phi(prefix, token)); phi is a hash
-of the prefix' last token, its position and the token, w = base + scale * A * B
-elementwise, A from the seed and B zero. So a fresh adapter equals its base, gradients are real, training lowers the
-loss, and sampling and training agree exactly. The logprobs of a vocabulary do not sum to one: it is no language model.
+The logprob of a token after a prefix is log sigmoid(w . phi(prefix, token)). phi is a hash of the prefix's last token,
+its position and the token; w = base + scale * A * B, elementwise, with A from the seed and B zero at first. So a fresh
+adapter equals its base, gradients are real, training lowers the loss, and sampling and training agree exactly. The
+probabilities of a vocabulary do not sum to one, so it is not a real language model.
 
 Everything is elementwise numpy in a fixed order, so equal inputs give equal bits.
-Does not know: jobs, wire messages, files.
+
 Shapes: N targets (any number of dimensions), D features.
 """
 
@@ -19,13 +19,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from tinsmith.engine.base import LoraSpec
-from tinsmith.wire.numbers import Array
-from tinsmith.wire.training import AdamParams
+from tinsmith.engine.protocol import LoraSpec
+from tinsmith.wire.messages.training import AdamParams
+from tinsmith.wire.rules import optim_metrics
+from tinsmith.wire.values.numbers import Array
 
 FEATURES = 8
 ATTENTION, MLP, UNEMBEDDING = slice(0, 3), slice(3, 6), slice(6, 8)
-"""Which features the three switches of an adapter stand for."""
+"""The features that train_attn, train_mlp and train_unembed enable."""
 
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX = np.uint64(0xBF58476D1CE4E5B9)
@@ -34,7 +35,7 @@ _UNIT = 2.0**-63
 
 
 def _mixed(values: Array) -> Array:
-    """Scatter 64-bit numbers, in place."""
+    """Hash 64-bit numbers, in place."""
     values ^= values >> _HALF
     values *= _MIX
     values ^= values >> _HALF
@@ -45,7 +46,7 @@ _FEATURE_STEPS_D = _mixed(np.arange(1, FEATURES + 1, dtype=np.uint64) * _STEP) |
 
 
 def numbers_from(text: str, count: int) -> Array:
-    """`count` floats in [-1, 1) that a text stands for."""
+    """Return `count` floats in [-1, 1) derived from a string."""
     drawn = hashlib.shake_128(text.encode()).digest(8 * count)
     numbers: Array = np.frombuffer(drawn, "<i8") * _UNIT
     return numbers
@@ -57,7 +58,7 @@ def _steps(count: int) -> Array:
 
 
 def contexts(tokens: Array, offset: int = 0) -> Array:
-    """What is seen of each prefix, its last token and that one's position (counted from `offset`), as one number."""
+    """Return each prefix as one number: its last token and that token's position (counted from `offset`)."""
     numbers = tokens.astype(np.uint64)
     numbers += _ONE
     numbers *= _steps(1 << (offset + len(tokens)).bit_length())[offset : offset + len(tokens)]
@@ -65,27 +66,27 @@ def contexts(tokens: Array, offset: int = 0) -> Array:
 
 
 def contexts_at(tokens_N: Array, positions_N: Array) -> Array:
-    """The same for tokens at any positions."""
+    """Return the same for tokens at any positions."""
     most = int(positions_N.max(initial=0)) + 1
     numbers: Array = (tokens_N.astype(np.uint64) + _ONE) * _steps(1 << most.bit_length())[positions_N]
     return numbers
 
 
 def features(contexts_N: Array, targets_N: Array) -> Array:
-    """phi [N, D] of targets behind prefixes."""
+    """Return phi [N, D] of targets after prefixes."""
     keys_N = contexts_N + targets_N.astype(np.uint64) * _STEP
     phi_ND: Array = _mixed(keys_N[..., None] * _FEATURE_STEPS_D).view(np.int64) * _UNIT
     return phi_ND
 
 
 def scores(weights_D: Array, phi_ND: Array) -> Array:
-    """w . phi; the weights may be other ones in each row."""
+    """Return w . phi; the weights may differ from row to row."""
     summed: Array = np.add.reduce(phi_ND * weights_D, -1)
     return summed
 
 
 def logprobs(weights_D: Array, contexts_N: Array, targets_N: Array) -> Array:
-    """float32 logprobs of targets behind prefixes."""
+    """Return float32 logprobs of targets after prefixes."""
     return log_sigmoid(scores(weights_D, features(contexts_N, targets_N))).astype(np.float32)
 
 
@@ -96,15 +97,15 @@ def log_sigmoid(scores_N: Array) -> Array:
 
 @lru_cache(maxsize=64)
 def base_weights(base_model: str) -> Array:
-    """The frozen weights that a base model's name stands for."""
+    """Return the frozen weights of a base model, derived from its name."""
     weights_D = numbers_from(f"base {base_model}", FEATURES)
     weights_D.flags.writeable = False
     return weights_D
 
 
 @dataclass(kw_only=True)
-class Adapter:
-    """One model: parameters (A, then B), gathered gradients and AdamW's state, all float64."""
+class ArithmeticAdapter:
+    """One model: parameters (A, then B), accumulated gradients and AdamW's state, all float64."""
 
     lora: LoraSpec
     base_model: str
@@ -115,7 +116,7 @@ class Adapter:
     step: int = 0
 
     @classmethod
-    def fresh(cls, lora: LoraSpec, base_model: str) -> Adapter:
+    def fresh(cls, lora: LoraSpec, base_model: str) -> ArithmeticAdapter:
         first = numbers_from(f"{lora.seed} {lora.rank}", FEATURES) * _mask(lora)
         zeros = np.zeros(2 * FEATURES)
         return cls(
@@ -128,11 +129,11 @@ class Adapter:
         )
 
     def weights(self) -> Array:
-        """The base with the adapter on top."""
+        """Return the base weights with the adapter added."""
         return merged(base_weights(self.base_model), self.parameters, self.lora.alpha / self.lora.rank)
 
     def add_gradient(self, gradient_D: Array) -> None:
-        """Gather a gradient with respect to the merged weights."""
+        """Accumulate a gradient with respect to the merged weights."""
         scaled_D = gradient_D * _mask(self.lora) * (self.lora.alpha / self.lora.rank)
         first_D, second_D = self.parameters[:FEATURES], self.parameters[FEATURES:]
         self.gradients = self.gradients + np.concatenate([scaled_D * second_D, scaled_D * first_D])
@@ -142,7 +143,7 @@ class Adapter:
         self.step = 0
 
     def optimize(self, params: AdamParams) -> dict[str, float]:
-        """One AdamW step; forgets the gradients."""
+        """Do one AdamW step, reset the gradients, and return the metrics."""
         gradients = self.gradients
         norm = math.sqrt(math.fsum(gradients * gradients))
         if params.grad_clip_norm > 0 and norm > params.grad_clip_norm:
@@ -153,15 +154,16 @@ class Adapter:
         corrected = np.sqrt(second / (1 - params.beta2**step)) + params.eps
         change = -params.learning_rate * (first / (1 - params.beta1**step)) / corrected
         change = change - params.learning_rate * params.weight_decay * self.parameters
+        metrics = {
+            optim_metrics.GRAD_NORM: norm,
+            optim_metrics.UPDATE_NORM: math.sqrt(math.fsum(change * change)),
+            optim_metrics.LEARNING_RATE: params.learning_rate,
+            optim_metrics.STEP: float(step),
+        }
         self.parameters = self.parameters + change
         self.first_moments, self.second_moments, self.step = first, second, step
         self.gradients = np.zeros(2 * FEATURES)
-        return {
-            "grad_norm": norm,
-            "update_norm": math.sqrt(math.fsum(change * change)),
-            "learning_rate": params.learning_rate,
-            "step": float(step),
-        }
+        return metrics
 
 
 def merged(base_D: Array, parameters: Array, scale: float) -> Array:

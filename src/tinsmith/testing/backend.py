@@ -1,8 +1,8 @@
-"""`MemoryBackend`: a whole backend in the server's own process, for tests. Deterministic arithmetic, never a default.
+"""`MemoryBackend`: a complete backend in the server's own process, for tests only.
 
-It keeps the contract of `tinsmith.engine.base.Backend` (tests/contract/test_backends.py) and can be held, watched and
-broken from outside: `hold` delays jobs, `pace` delays streamed tokens, `log_path` counts executions across processes,
-`lose` takes all state away.
+It fulfils the contract of `tinsmith.engine.protocol.Backend` (tests/contract/test_backends.py), and tests can control
+it: `hold` delays jobs, `pace` delays streamed tokens, `log_path` records executions across processes, and `lose` drops
+all state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from tinsmith.engine.base import (
+from tinsmith.engine.protocol import (
     AnyJob,
     BackendLostError,
     Done,
@@ -41,7 +41,7 @@ Pace: TypeAlias = Callable[[AnyJob, int], Awaitable[object]]
 
 
 class Execution(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the log: a job that began, in which process and epoch."""
+    """A line of the log: a job that started, with its process and epoch."""
 
     process: int
     epoch: int
@@ -50,12 +50,23 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_log(path: Path) -> list[Execution]:
-    """The executions that backends logged to a file, in order."""
-    return [msgspec.json.decode(line, type=Execution) for line in path.read_bytes().splitlines()]
+    """Return the executions that backends logged to a file, in order. An unfinished last line is ignored."""
+    return [msgspec.json.decode(line, type=Execution) for line in path.read_bytes().split(b"\n")[:-1]]
+
+
+def open_log(path: Path) -> int:
+    """Open a log to append to it.
+
+    SIGKILL can cut a write off at a page boundary, so an unfinished line that a killed process left is removed first:
+    its job had not started.
+    """
+    log = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
+    os.ftruncate(log, path.read_bytes().rfind(b"\n") + 1)
+    return log
 
 
 class _Entry:
-    """A job under way."""
+    """A job that has not ended."""
 
     __slots__ = ("future", "has_begun", "job", "on_tokens", "task")
 
@@ -68,7 +79,7 @@ class _Entry:
 
 
 class MemoryBackend:
-    """Serves base models by arithmetic. Jobs of one model run in order; models and samples side by side."""
+    """Serves base models by arithmetic. Jobs of one model run in order; models and samples run concurrently."""
 
     def __init__(
         self,
@@ -88,8 +99,8 @@ class MemoryBackend:
         self._entries: dict[str, _Entry] = {}
         self._queues: dict[str, deque[_Entry]] = {}
         self._samples: list[_Entry] = []
-        """Those that begin in the next turn of the loop."""
-        self._status = Status(state="starting", reason="not opened yet")
+        """Samples that start in the next iteration of the event loop."""
+        self._status = Status(state="starting", reason="not open yet")
 
     def epoch_of(self, base_model: str) -> int:
         return self._epochs[base_model]
@@ -101,7 +112,7 @@ class MemoryBackend:
     async def open(self) -> None:
         self._loop = asyncio.get_running_loop()
         if self._log_path is not None:
-            self._log = os.open(self._log_path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            self._log = open_log(self._log_path)
         self._status = Status(state="ready")
 
     async def close(self, grace_s: float) -> None:
@@ -125,7 +136,7 @@ class MemoryBackend:
         if self._status.state != "ready":
             future.set_exception(BackendLostError(f"the backend is {self._status.reason}"))
             return future
-        assert job.job_id not in self._entries, f"job {job.job_id} is under way already"
+        assert job.job_id not in self._entries, f"job {job.job_id} was already submitted"
         entry = _Entry(job, on_tokens, future)
         self._entries[job.job_id] = entry
         if isinstance(job, Sample):
@@ -146,15 +157,15 @@ class MemoryBackend:
     def position(self, job_id: str) -> Position:
         entry = self._entries.get(job_id)
         if entry is None:
-            return Position(ahead=0, reason="not under way")
+            return Position(ahead=0, reason="not running")
         job = entry.job
         ahead = 0 if isinstance(job, Sample) else self._queues[job.model_id].index(entry)
         if ahead:
             return Position(ahead=ahead, reason=f"waits for {ahead} earlier operations of the same model")
-        return Position(ahead=0, reason="is being computed" if entry.has_begun else "is about to begin")
+        return Position(ahead=0, reason="running" if entry.has_begun else "about to start")
 
     def lose(self, base_model: str | None = None) -> None:
-        """Lose the state of one base model's models, or of all, as a killed engine would."""
+        """Drop the state of one base model, or of all, as a killed engine would."""
         lost = [base_model] if base_model is not None else list(self._epochs)
         for name in lost:
             self._epochs[name] += 1
@@ -173,18 +184,18 @@ class MemoryBackend:
 
     def _run(self, entry: _Entry) -> None:
         if self._entries.get(entry.job.job_id) is not entry:
-            return  # cancelled or lost before it began
+            return  # cancelled or lost before it started
         self._begin([entry])
         self._execute(entry)
 
     def _run_samples(self) -> None:
-        """All samples that came in one turn of the loop, together."""
+        """Run all samples that arrived in one iteration of the event loop together."""
         came, self._samples = self._samples, []
         entries = [entry for entry in came if self._entries.get(entry.job.job_id) is entry]
         self._begin(entries)
         try:
             results = self._engine.samples([entry.job for entry in entries])  # type: ignore[misc]
-        except Exception:  # at least one cannot be carried out: alone, each ends as it must
+        except Exception:  # at least one fails: run each alone, so that the others succeed
             for entry in entries:
                 self._execute(entry)
         else:
@@ -256,18 +267,21 @@ class MemoryBackend:
             del self._queues[entry.job.model_id]  # type: ignore[union-attr]
 
     def _drop(self, entries: list[_Entry], why: str) -> None:
-        """End jobs with BackendLostError; none of them starts another."""
+        """End jobs with BackendLostError, without starting the next ones."""
         for entry in entries:
             if not isinstance(entry.job, Sample):
                 self._queues.pop(entry.job.model_id, None)
         for entry in entries:
             self._end(entry, BackendLostError(f"job {entry.job.job_id} did not finish: {why}"))
             if not entry.future.cancelled():
-                entry.future.exception()  # marks it as seen: whoever waits is told, nobody need be waiting
+                entry.future.exception()  # marks the exception as retrieved, since nobody may be waiting for it
 
 
 def memory_backend(config: Any) -> MemoryBackend:
-    """For `tinsmith serve --backend tinsmith.testing.backend:memory_backend`; logs executions to the data directory."""
+    """Return the backend for `tinsmith serve --backend tinsmith.testing.backend:memory_backend`.
+
+    It logs executions to the data directory.
+    """
     names = [model.partition("=")[0] for model in config.models]
     cards = [msgspec.structs.replace(ARITHMETIC, name=name) for name in names] or [ARITHMETIC]
     return MemoryBackend(cards, log_path=config.data_dir / "executions.jsonl")

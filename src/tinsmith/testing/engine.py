@@ -1,8 +1,4 @@
-"""Carries out jobs on the test arithmetic, one call each.
-
-Owns: the models that are alive, and the weights of checkpoints that were sampled from.
-Does not know: order, concurrency, processes. A job that fails leaves everything as it was.
-"""
+"""Runs jobs on the test arithmetic, one call per job. A job that fails changes nothing."""
 
 from __future__ import annotations
 
@@ -11,59 +7,59 @@ from pathlib import Path
 
 import msgspec
 
-from tinsmith.engine import base
-from tinsmith.engine.base import AnyJob, Done, JobFailedError, ModelCard, TokenEvent, Usage
+from tinsmith.engine import protocol
+from tinsmith.engine.protocol import AnyJob, Done, JobFailedError, ModelCard, TokenEvent, Usage
 from tinsmith.errors import InvalidInputError, WireError
 from tinsmith.testing import arithmetic, files, losses, sampling
-from tinsmith.testing.arithmetic import Adapter
-from tinsmith.wire import json_codec
-from tinsmith.wire.numbers import Array
-from tinsmith.wire.proto_outputs import encode_output
-from tinsmith.wire.proto_sampling import encode_response
-from tinsmith.wire.proto_training import decode_request
-from tinsmith.wire.sampling import SampleRequest, SampleResponse
-from tinsmith.wire.training import (
-    AdamParams,
-    ForwardBackwardInput,
+from tinsmith.testing.arithmetic import ArithmeticAdapter
+from tinsmith.wire.codecs import json_codec
+from tinsmith.wire.codecs.proto_outputs import encode_output
+from tinsmith.wire.codecs.proto_sampling import encode_response
+from tinsmith.wire.codecs.proto_training import decode_request
+from tinsmith.wire.messages.sampling import SampleRequest, SampleResponse
+from tinsmith.wire.messages.training import (
     ForwardBackwardRequest,
     ForwardRequest,
     OptimStepRequest,
     OptimStepResponse,
 )
+from tinsmith.wire.rules.adam_rules import adam_params
+from tinsmith.wire.rules.loss_rules import check_loss
+from tinsmith.wire.values.numbers import Array
 
 MAX_FROZEN = 1024
-"""Sampled checkpoints whose weights are kept."""
+"""Checkpoints whose weights are cached for sampling."""
 MAX_TOGETHER = 2**15
-"""Tokens that are drawn at once, or those of one sample if they are more."""
+"""Tokens that are drawn together, at most (a single sample may have more)."""
 TOKEN_S = 1e-6
-"""Device time is a count of tokens here, so that results are the same again."""
+"""Device time is counted in tokens here, so that results are reproducible."""
 
 
 class ArithmeticEngine:
-    """The models of some base models, and what can be done with them."""
+    """The live models of some base models, and the weights of sampled checkpoints."""
 
     def __init__(self, cards: Sequence[ModelCard]) -> None:
         self._cards = {card.name: card for card in cards}
-        self._models: dict[str, Adapter] = {}
+        self._models: dict[str, ArithmeticAdapter] = {}
         self._frozen: dict[str, Array] = {}
 
     def execute(self, job: AnyJob) -> Done:
-        """Carry out a job; what is wrong with it is a JobFailedError."""
-        if isinstance(job, base.Sample):
+        """Run a job, or raise JobFailedError."""
+        if isinstance(job, protocol.Sample):
             return self.sample(job)[0]
         card = self._card(job)
         try:
-            if isinstance(job, base.CreateModel):
+            if isinstance(job, protocol.CreateModel):
                 return self._create(job)
             adapter = self._model(job.model_id)
-            if isinstance(job, base.ForwardBackward):
+            if isinstance(job, protocol.ForwardBackward):
                 return _forward_backward(job, adapter, card)
-            if isinstance(job, base.OptimStep):
+            if isinstance(job, protocol.OptimStep):
                 return _optim_step(job, adapter)
-            if isinstance(job, base.SaveState):
+            if isinstance(job, protocol.SaveState):
                 saved = files.write(Path(job.directory), adapter, optimizer=job.optimizer)
                 return Done(body=msgspec.json.encode(saved))
-            if isinstance(job, base.LoadState):
+            if isinstance(job, protocol.LoadState):
                 _load(adapter, Path(job.directory), optimizer=job.optimizer)
                 return Done()
             del self._models[job.model_id]
@@ -71,8 +67,8 @@ class ArithmeticEngine:
         except (InvalidInputError, WireError) as error:
             raise JobFailedError(str(error), "user") from error
 
-    def sample(self, job: base.Sample) -> tuple[Done, SampleResponse]:
-        """Carry out a sample; its response also before encoding."""
+    def sample(self, job: protocol.Sample) -> tuple[Done, SampleResponse]:
+        """Run a sample; return the result, and the response before it was encoded."""
         try:
             drawing = self._drawing(job)
             sampling.draw([drawing])
@@ -80,20 +76,20 @@ class ArithmeticEngine:
         except (InvalidInputError, WireError) as error:
             raise JobFailedError(str(error), "user") from error
 
-    def samples(self, jobs: Sequence[base.Sample]) -> list[Done]:
-        """Carry out samples that can all be carried out. Together they cost less, and give what each gives alone."""
+    def samples(self, jobs: Sequence[protocol.Sample]) -> list[Done]:
+        """Run several samples together, which is faster and gives the same results. Raise if any of them fails."""
         drawings = [self._drawing(job) for job in jobs]
         for group in _groups(drawings):
             sampling.draw(group)
         return [_sampled(drawing)[0] for drawing in drawings]
 
-    def _drawing(self, job: base.Sample) -> sampling.Drawing:
+    def _drawing(self, job: protocol.Sample) -> sampling.Drawing:
         card = self._card(job)
         request = json_codec.decode(job.body, SampleRequest)
         return sampling.Drawing.of(self._weights(job), request, job.seed, card)
 
     def forget(self, base_models: Collection[str]) -> None:
-        """Lose the models of some base models."""
+        """Drop the models of some base models."""
         self._frozen.clear()
         for model_id, adapter in list(self._models.items()):
             if adapter.base_model in base_models:
@@ -105,22 +101,22 @@ class ArithmeticEngine:
             raise JobFailedError(f"base model {job.base_model!r} is not served here (served: {known})", "user")
         return self._cards[job.base_model]
 
-    def _model(self, model_id: str) -> Adapter:
+    def _model(self, model_id: str) -> ArithmeticAdapter:
         if model_id not in self._models:
-            raise JobFailedError(f"model {model_id!r} is not loaded: it was never created here, or was unloaded")
+            raise JobFailedError(f"model {model_id!r} is not loaded: it was never created here, or it was unloaded")
         return self._models[model_id]
 
-    def _create(self, job: base.CreateModel) -> Done:
+    def _create(self, job: protocol.CreateModel) -> Done:
         if job.model_id in self._models:
-            raise JobFailedError(f"model {job.model_id!r} is there already; unload it first")
-        adapter = Adapter.fresh(job.lora, job.base_model)
+            raise JobFailedError(f"model {job.model_id!r} already exists; unload it first")
+        adapter = ArithmeticAdapter.fresh(job.lora, job.base_model)
         if job.directory is not None:
             _load(adapter, Path(job.directory), optimizer=job.optimizer)
         self._models[job.model_id] = adapter
         return Done()
 
-    def _weights(self, job: base.Sample) -> Array:
-        """The weights that a sample is drawn from."""
+    def _weights(self, job: protocol.Sample) -> Array:
+        """Return the weights to sample from."""
         base_D = arithmetic.base_weights(job.base_model)
         if job.directory is None:
             return base_D
@@ -140,7 +136,7 @@ class ArithmeticEngine:
 
 
 def _groups(drawings: Sequence[sampling.Drawing]) -> Iterator[list[sampling.Drawing]]:
-    """In groups that do not need much memory."""
+    """Yield groups that do not need much memory."""
     group: list[sampling.Drawing] = []
     size = 0
     for drawing in drawings:
@@ -163,7 +159,7 @@ def _sampled(drawing: sampling.Drawing) -> tuple[Done, SampleResponse]:
 
 
 def token_events(response: SampleResponse) -> list[TokenEvent]:
-    """What a stream of this response shows: one token at a time, the samples side by side."""
+    """Return the events of a stream of this response: one token at a time, the samples in turns."""
     events = []
     rows = [(row.stop_reason, row.tokens, row.logprobs or []) for row in response.sequences]
     for position in range(max((len(tokens) for _, tokens, _ in rows), default=0)):
@@ -177,9 +173,11 @@ def token_events(response: SampleResponse) -> list[TokenEvent]:
     return events
 
 
-def _forward_backward(job: base.ForwardBackward, adapter: Adapter, card: ModelCard) -> Done:
-    work, is_forward = _read_pass(job)
-    result = losses.run(adapter.weights(), work, card)
+def _forward_backward(job: protocol.ForwardBackward, adapter: ArithmeticAdapter, card: ModelCard) -> Done:
+    request, is_forward = _read_pass(job)
+    check_loss(request, vocab_size=card.vocab_size, max_context_length=card.max_context_length)
+    work = request.forward_input if isinstance(request, ForwardRequest) else request.forward_backward_input
+    result = losses.run(adapter.weights(), work)
     body = encode_output(result.output)
     if not is_forward:
         adapter.add_gradient(result.gradient_D)
@@ -187,30 +185,28 @@ def _forward_backward(job: base.ForwardBackward, adapter: Adapter, card: ModelCa
     return Done(body=body, encoding="protobuf", usage=usage, device_s=result.tokens * TOKEN_S)
 
 
-def _read_pass(job: base.ForwardBackward) -> tuple[ForwardBackwardInput, bool]:
+def _read_pass(job: protocol.ForwardBackward) -> tuple[ForwardBackwardRequest | ForwardRequest, bool]:
     if job.encoding == "protobuf":
         request = decode_request(job.body)
-        return request.forward_backward_input, job.is_forward or bool(request.forward_only)
-    if job.is_forward:
-        return json_codec.decode(job.body, ForwardRequest).forward_input, True
-    request = json_codec.decode(job.body, ForwardBackwardRequest)
-    return request.forward_backward_input, bool(request.forward_only)
+    elif job.is_forward:
+        return json_codec.decode(job.body, ForwardRequest), True
+    else:
+        request = json_codec.decode(job.body, ForwardBackwardRequest)
+    return request, job.is_forward or bool(request.forward_only)
 
 
-def _optim_step(job: base.OptimStep, adapter: Adapter) -> Done:
-    request = json_codec.decode(job.body, OptimStepRequest)
-    params = request.adam_params
-    if not isinstance(params, AdamParams):
-        raise JobFailedError("optimizer_params: only AdamW is computed by the test backend", "user")
+def _optim_step(job: protocol.OptimStep, adapter: ArithmeticAdapter) -> Done:
+    params = adam_params(json_codec.decode(job.body, OptimStepRequest))
     return Done(body=json_codec.encode(OptimStepResponse(metrics=adapter.optimize(params))))
 
 
-def _load(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
+def _load(adapter: ArithmeticAdapter, directory: Path, *, optimizer: bool) -> None:
     manifest = files.read_manifest(directory)
     _check_base(directory, manifest, adapter.base_model)
     if manifest.lora.rank != adapter.lora.rank:
         raise InvalidInputError(
-            f"{directory} has rank {manifest.lora.rank}, the model {adapter.lora.rank}; create one of that rank"
+            f"{directory} has rank {manifest.lora.rank}, but the model has rank {adapter.lora.rank}; "
+            f"create a model with rank {manifest.lora.rank}"
         )
     parameters = files.read_parameters(directory, manifest)
     state = files.read_optimizer(directory, manifest) if optimizer else None
@@ -220,6 +216,6 @@ def _load(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
         adapter.first_moments, adapter.second_moments, adapter.step = state
 
 
-def _check_base(directory: Path, manifest: files.Manifest, base_model: str) -> None:
+def _check_base(directory: Path, manifest: files.ArithmeticManifest, base_model: str) -> None:
     if manifest.base_model != base_model:
-        raise InvalidInputError(f"{directory} belongs to base model {manifest.base_model!r}, not to {base_model!r}")
+        raise InvalidInputError(f"{directory} belongs to base model {manifest.base_model!r}, not {base_model!r}")

@@ -1,7 +1,6 @@
-"""Checkpoints of the test arithmetic: real files, whole or absent.
+"""Checkpoints of the test arithmetic: real files, complete or absent.
 
-A directory appears by a rename. Nothing is synced to the device: files outlive a killed process, not a power cut.
-Does not know: jobs.
+A directory appears by a rename. Nothing is synced: files survive a killed process, but not a power failure.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import msgspec
 import numpy as np
 import safetensors.numpy
 
-from tinsmith.engine.base import LoraSpec, SavedFiles
+from tinsmith.engine.protocol import LoraSpec, SavedFiles
 from tinsmith.errors import InvalidInputError
-from tinsmith.testing.arithmetic import FEATURES, Adapter
-from tinsmith.wire.numbers import Array
+from tinsmith.testing.arithmetic import FEATURES, ArithmeticAdapter
+from tinsmith.wire.values.numbers import Array
 
 WEIGHTS, OPTIMIZER, CONFIG, MANIFEST = (
     "adapter_model.safetensors",
@@ -30,8 +29,8 @@ WEIGHTS, OPTIMIZER, CONFIG, MANIFEST = (
 _A, _B = "base_model.model.arithmetic.lora_A.weight", "base_model.model.arithmetic.lora_B.weight"
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint is of, and the sha256 of its other files."""
+class ArithmeticManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The description of a checkpoint, and the SHA-256 of its other files."""
 
     base_model: str
     lora: LoraSpec
@@ -39,10 +38,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: str = "tinsmith-arithmetic-1"
 
 
-def write(directory: Path, adapter: Adapter, *, optimizer: bool) -> SavedFiles:
+def write(directory: Path, adapter: ArithmeticAdapter, *, optimizer: bool) -> SavedFiles:
     """Save an adapter; `directory` must not exist."""
     if directory.exists():
-        raise InvalidInputError(f"{directory} exists already; a checkpoint is never overwritten", field="directory")
+        raise InvalidInputError(f"{directory} already exists; checkpoints are never overwritten", field="directory")
     contents = _contents(adapter, optimizer=optimizer)
     temporary = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
     temporary.mkdir(parents=True)
@@ -57,7 +56,7 @@ def write(directory: Path, adapter: Adapter, *, optimizer: bool) -> SavedFiles:
     return SavedFiles(size_bytes=sum(map(len, contents.values())), digest=digest)
 
 
-def _contents(adapter: Adapter, *, optimizer: bool) -> dict[str, bytes]:
+def _contents(adapter: ArithmeticAdapter, *, optimizer: bool) -> dict[str, bytes]:
     config = {
         "base_model_name_or_path": adapter.base_model,
         "lora_alpha": adapter.lora.alpha,
@@ -75,26 +74,28 @@ def _contents(adapter: Adapter, *, optimizer: bool) -> dict[str, bytes]:
         }
         contents[OPTIMIZER] = safetensors.numpy.save(state)
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
-    contents[MANIFEST] = msgspec.json.encode(Manifest(base_model=adapter.base_model, lora=adapter.lora, files=digests))
+    contents[MANIFEST] = msgspec.json.encode(
+        ArithmeticManifest(base_model=adapter.base_model, lora=adapter.lora, files=digests)
+    )
     return contents
 
 
-def read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> ArithmeticManifest:
     try:
-        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=Manifest)
+        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=ArithmeticManifest)
     except OSError as error:
-        raise InvalidInputError(f"{directory} holds no checkpoint: {error.strerror}", field="directory") from None
+        raise InvalidInputError(f"{directory} is not a checkpoint: {error.strerror}", field="directory") from None
     except msgspec.DecodeError as error:
         raise InvalidInputError(f"{directory / MANIFEST} is damaged: {error}", field="directory") from None
 
 
-def read_parameters(directory: Path, manifest: Manifest) -> Array:
+def read_parameters(directory: Path, manifest: ArithmeticManifest) -> Array:
     tensors = safetensors.numpy.load(_verified(directory, WEIGHTS, manifest))
     return np.concatenate([tensors[_A], tensors[_B]])
 
 
-def read_optimizer(directory: Path, manifest: Manifest) -> tuple[Array, Array, int]:
-    """First and second moments, and the number of steps."""
+def read_optimizer(directory: Path, manifest: ArithmeticManifest) -> tuple[Array, Array, int]:
+    """Return first and second moments, and the number of steps."""
     if OPTIMIZER not in manifest.files:
         raise InvalidInputError(
             f"{directory} was saved without optimizer state; load it with optimizer=False", field="optimizer"
@@ -103,12 +104,12 @@ def read_optimizer(directory: Path, manifest: Manifest) -> tuple[Array, Array, i
     return tensors["first_moments"], tensors["second_moments"], int(tensors["step"][0])
 
 
-def _verified(directory: Path, name: str, manifest: Manifest) -> bytes:
+def _verified(directory: Path, name: str, manifest: ArithmeticManifest) -> bytes:
     path = directory / name
     try:
         data = path.read_bytes()
     except OSError as error:
         raise InvalidInputError(f"{path}: {error.strerror}", field="directory") from None
     if hashlib.sha256(data).hexdigest() != manifest.files.get(name):
-        raise InvalidInputError(f"{path} is damaged: its sha256 is not the one in {MANIFEST}", field="directory")
+        raise InvalidInputError(f"{path} is damaged: its SHA-256 differs from the one in {MANIFEST}", field="directory")
     return data

@@ -1,12 +1,12 @@
-"""Samples over the test arithmetic.
+"""Samples from the test arithmetic.
 
-Tokens are a hash of (weights, prompt, seed, sample index, position); at temperature 0 of (weights, prompt, position).
-Temperatures above 0, top_k and top_p do not change them. Logprobs are those that a forward pass gives for the same
-tokens. A token below 256 reads as that character and every other as U+FFFD, which is what stop strings are matched on;
-where no stop is given, token 0 ends a sample.
+Tokens are a hash of (weights, prompt, seed, sample index, position), or of (weights, prompt, position) at temperature
+0. Temperatures above 0, top_k and top_p do not change them. Logprobs equal those of a forward pass over the same
+tokens. For stop strings, a token below 256 is that character, and every other token is U+FFFD. Without a `stop`, token
+0 ends a sample.
 
-Does not know: jobs, files. Shapes: T prompt tokens, M sampled tokens, N those of several samples one after another,
-D features, K entries of a top-k table, V vocabulary.
+Shapes: T prompt tokens, M sampled tokens, N those of several samples, concatenated, D features, K entries of a top-k
+table, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,30 +19,28 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tinsmith.engine.base import ModelCard
+from tinsmith.engine.protocol import ModelCard
 from tinsmith.testing import arithmetic
-from tinsmith.testing.losses import refused, text_tokens
-from tinsmith.wire.numbers import Array
-from tinsmith.wire.sampling import (
+from tinsmith.wire.messages.sampling import (
     FILL_LOGPROB,
     FILL_TOKEN,
     PromptAltTokens,
     SampledSequence,
     SampleRequest,
     SampleResponse,
-    SamplingParams,
     StopReason,
     TopkLogprobs,
 )
-from tinsmith.wire.tensors import TensorData
+from tinsmith.wire.rules.sample_rules import NOT_ASKED, check_sample
+from tinsmith.wire.values.numbers import Array
+from tinsmith.wire.values.tensors import TensorData
 
 END_TOKEN = 0
-NOT_ASKED = -1
 
 
 @dataclass(slots=True, eq=False)
 class Drawing:
-    """A request that can be answered, and what was drawn for it."""
+    """A validated request, and what was drawn for it."""
 
     weights_D: Array
     request: SampleRequest
@@ -51,7 +49,7 @@ class Drawing:
     length: int
     """The most tokens that a sample may have."""
     key: bytes
-    """Stands for the weights and the prompt."""
+    """Identifies the weights and the prompt."""
     streams: list[bytes]
     """Four bytes for each token of each sample."""
     sequences: list[SampledSequence] = field(default_factory=list)
@@ -59,8 +57,9 @@ class Drawing:
     @classmethod
     def of(cls, weights_D: Array, request: SampleRequest, seed: int, card: ModelCard) -> Drawing:
         params = request.sampling_params
-        prompt = text_tokens(request.prompt, card, "prompt")
-        length = _length(params, len(prompt), card)
+        check_sample(request, vocab_size=card.vocab_size, max_context_length=card.max_context_length)
+        prompt = request.prompt.to_ints()
+        length = card.max_context_length - len(prompt) if params.max_tokens is None else params.max_tokens
         key = weights_D.tobytes() + struct.pack(f"<{len(prompt)}i", *prompt)
         numbers = range(request.num_samples)
         names = [b"greedy" if params.temperature == 0 else b"%d %d" % (seed, index) for index in numbers]
@@ -76,7 +75,7 @@ class Drawing:
 
 
 def draw(drawings: Sequence[Drawing]) -> None:
-    """The samples of requests. Several at once cost little more than one, and each has the bits it would have alone."""
+    """Draw the samples of requests. Several together take little longer than one, and give the same bits."""
     rows = _rows(drawings)
     lengths = np.array([row.tokens_M.size for row in rows])
     starts = np.cumsum(lengths) - lengths
@@ -107,7 +106,7 @@ class _Row(NamedTuple):
 
 
 def _rows(drawings: Sequence[Drawing]) -> list[_Row]:
-    """All samples of all requests, each up to its stop."""
+    """Return all samples of all requests, each up to its stop."""
     numbers = np.frombuffer(b"".join([stream for drawing in drawings for stream in drawing.streams]), "<u4")
     vocabularies = np.array([drawing.card.vocab_size for drawing in drawings], np.uint32)
     tokens = (numbers % np.repeat(vocabularies, [drawing.size for drawing in drawings])).astype(np.int32)
@@ -122,19 +121,8 @@ def _rows(drawings: Sequence[Drawing]) -> list[_Row]:
     return rows
 
 
-def _length(params: SamplingParams, prompt_length: int, card: ModelCard) -> int:
-    room = card.max_context_length - prompt_length
-    length = room if params.max_tokens is None else params.max_tokens
-    if length > room:
-        raise refused(
-            f"max_tokens: {length} and a prompt of {prompt_length} tokens are more than the "
-            f"{card.max_context_length} that {card.name} can hold"
-        )
-    return length
-
-
 def _end(tokens: list[int], stop: str | list[str | int] | None) -> int | None:
-    """The number of tokens up to and including the first stop."""
+    """Return the number of tokens up to and including the first stop."""
     if stop is None:
         return tokens.index(END_TOKEN) + 1 if END_TOKEN in tokens else None
     stops = [stop] if isinstance(stop, str) else stop
@@ -154,12 +142,12 @@ def _response(
     key: bytes,
     card: ModelCard,
 ) -> SampleResponse:
-    """The samples, and what was asked about the prompt."""
+    """Return the samples, and the requested scores of the prompt."""
     asked = request.prompt_logprobs or request.topk_prompt_logprobs or request.prompt_alt_tokens_k
     if not asked and request.target_prompt_logprobs is None:
         return SampleResponse(sequences)
     prompt_T = np.array(prompt, np.int32)
-    before = arithmetic.contexts(prompt_T[:-1])  # row i: what prompt token i + 1 is scored behind; the first has none
+    before = arithmetic.contexts(prompt_T[:-1])  # row i: the context of prompt token i + 1; the first token has none
     logprobs_T, topk, targets, alternatives = None, None, None, None
     skipped = max(0, before.size - (request.prompt_logprobs_last_n or before.size))
     if request.prompt_logprobs:
@@ -175,7 +163,7 @@ def _response(
 
 
 def _topk(weights_D: Array, contexts_M: Array, k: int, card: ModelCard) -> TopkLogprobs | None:
-    """The k likeliest tokens behind each prefix; equals in the order of their ids."""
+    """Return the k most likely tokens after each prefix; ties in order of their ids."""
     k = min(k, card.vocab_size)
     if k == 0:
         return None
@@ -190,7 +178,7 @@ def _topk(weights_D: Array, contexts_M: Array, k: int, card: ModelCard) -> TopkL
 
 
 def _prompt_topk(weights_D: Array, before: Array, skipped: int, k: int, card: ModelCard) -> TopkLogprobs:
-    """A row per prompt token, filled with "nothing" where none is scored."""
+    """Return a row per prompt token, with empty cells where a token is not scored."""
     k = min(k, card.vocab_size)
     tokens_TK = np.full((before.size + 1, k), FILL_TOKEN, np.int32)
     logprobs_TK = np.full((before.size + 1, k), FILL_LOGPROB, np.float32)
@@ -201,9 +189,7 @@ def _prompt_topk(weights_D: Array, before: Array, skipped: int, k: int, card: Mo
 
 
 def _target_logprobs(weights_D: Array, before: Array, target: TensorData) -> TensorData:
-    """Row i is scored behind i + 1 prompt tokens. CSR brings CSR; dense brings dense, NaN where nothing was asked."""
-    if target.shape is None or len(target.shape) != 2 or target.shape[0] != before.size:
-        raise refused(f"target_prompt_logprobs: has shape {target.shape}, needed is [{before.size}, K]")
+    """Score row i after i + 1 prompt tokens. CSR returns CSR; dense returns dense, with NaN in empty cells."""
     if target.sparse_crow_indices is not None:
         rows = np.repeat(np.arange(before.size), np.diff(target.sparse_crow_indices))
         return target.replace(data=arithmetic.logprobs(weights_D, before[rows], target.array), dtype="float32")

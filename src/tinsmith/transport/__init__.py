@@ -1,5 +1,6 @@
-"""Bytes to a server and back: over the network, or into an application in the same process.
+"""HTTP for the client.
 
-Does not know: endpoints, wire types, keys, or what a status code means to an operation. Import from the modules;
-only `http` loads an HTTP library.
+`base` is the interface. `pool` is the default transport (HTTP/1.1 over `http_connection` and `http1`), and
+`aiohttp_transport` handles what it does not, such as proxies and streams. `retry` has the one retry policy; `gate` has
+the circuit breaker and the limit on concurrent requests. Start with `base`.
 """

@@ -1,7 +1,7 @@
-"""What every transport speaks: a request, an answer, an answer as it arrives, and the plain words for a missing one.
+"""The transport interface: requests, responses (whole or streamed), and the error messages for a missing one.
 
-Does not know: HTTP libraries, retries, endpoints, wire types. A transport never raises for a status code: it raises
-APIConnectionError or APITimeoutError when no complete answer came, and lets cancellation through.
+A transport never raises for a status code. It raises APIConnectionError or APITimeoutError if there is no complete
+response, and lets cancellation through. It does not retry, and does not know endpoints or wire types.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from tinsmith.transport.multipart import PIECE_BYTES, Multipart
 
 MAX_REDIRECTS = 10
 
-IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})  # RFC 9110, 9.2.2
 _THIS_MACHINE = frozenset({"localhost", "127.0.0.1", "::1"})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _PORTS = {"http": 80, "https": 443}
 _KEPT_HEADERS = frozenset({"accept", "accept-encoding", "content-encoding", "content-type", "range", "user-agent"})
-"""What may go to another host; anything else could hold a key."""
+"""The headers that may be sent to another host after a redirect; any other could contain a key."""
 _USER_INFO = re.compile(r"^(\w+://)[^/?#]*@")
 _URL_CHARACTERS = "%/:?[]@!$&'()*+,;=~"
 
 
 class Purpose(enum.StrEnum):
-    """What a request is for: each purpose has connections of its own, so that none can starve another."""
+    """What a request is for. Each purpose has its own connections, so that none can starve another."""
 
     TRAIN = "train"
     SAMPLE = "sample"
@@ -49,23 +48,23 @@ LIMITS: Mapping[Purpose, int] = {
     Purpose.REST: 6,
     Purpose.TELEMETRY: 2,
 }
-"""Connections for each purpose, 100 together. Only the long polls of RETRIEVE may grow beyond."""
+"""Connections for each purpose, 100 in total. Only RETRIEVE, with its long polls, may grow beyond its limit."""
 GROW_BY = 64
 MAX_RETRIEVE = 1024
 KEEP_ALIVE_S = 4.0
-"""Below the 5 s after which uvicorn closes an idle connection, so that it is seldom closed under a request."""
+"""Below the 5 s after which uvicorn closes idle connections, so that it seldom closes one that is being used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class HttpRequest:
-    """One call. `url` is absolute and already percent-encoded; a Multipart body brings its own content type."""
+    """One request. `url` is absolute and already percent-encoded; a Multipart body sets its own content type."""
 
     method: str
     url: str
     headers: Mapping[str, str]
     body: bytes | memoryview | Multipart | None = None
     timeout_s: float = 60.0
-    """For the whole call: waiting for a connection, sending, redirects, and reading the last byte."""
+    """For the whole request: waiting for a connection, sending, redirects, and reading the last byte."""
     connect_timeout_s: float = 5.0
     purpose: Purpose
     follow_redirects: bool = True
@@ -76,16 +75,16 @@ class HttpRequest:
 
     @property
     def shown_url(self) -> str:
-        """The URL without a password that stands in it."""
+        """The URL without a user name and password."""
         return _USER_INFO.sub(r"\1", self.url) if "@" in self.url else self.url
 
     @property
     def info(self) -> RequestInfo:
-        """What may be said about the request: nothing of its headers."""
+        """What errors may contain about the request; never its headers."""
         return RequestInfo(self.method, self.shown_url)
 
     def all_headers(self) -> Mapping[str, str]:
-        """The headers with those of the body."""
+        """Return the headers, including those of the body."""
         if not isinstance(self.body, Multipart):
             return self.headers
         kept = {name: value for name, value in self.headers.items() if name.lower() != "content-type"}
@@ -96,7 +95,7 @@ class HttpRequest:
         return self.body.length if isinstance(self.body, Multipart) else len(self.body or b"")
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body in pieces that do not hold up an event loop."""
+        """Yield the body in pieces small enough not to block the event loop."""
         if isinstance(self.body, Multipart):
             async for piece in self.body.parts():
                 yield piece
@@ -113,17 +112,17 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpResponse:
-    """A complete answer. Keys of `headers` are lower-case; `body` is unpacked if it came compressed."""
+    """A complete response. The keys of `headers` are lower-case; `body` is decompressed."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes
     url: str
-    """Where the answer came from, after redirects."""
+    """Where the response came from, after redirects."""
 
 
 class StreamedResponse(Protocol):
-    """An answer whose body is still arriving. It can be consumed once."""
+    """A response whose body is still arriving. It can be read once."""
 
     @property
     def status(self) -> int: ...
@@ -135,16 +134,16 @@ class StreamedResponse(Protocol):
     def url(self) -> str: ...
 
     def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it arrives."""
+        """Yield the body as it arrives."""
         ...
 
     async def read(self, max_bytes: int) -> bytes:
-        """The whole body, if it is at most `max_bytes` large; else LimitExceededError."""
+        """Return the whole body; raise LimitExceededError if it is larger than `max_bytes`."""
         ...
 
 
 class Transport(Protocol):
-    """Sends requests. Closing it leaves nothing behind."""
+    """Sends requests. `close` closes all its connections."""
 
     async def send(self, request: HttpRequest) -> HttpResponse: ...
 
@@ -154,7 +153,7 @@ class Transport(Protocol):
 
 
 class StreamedBody:
-    """A StreamedResponse over any source of bytes."""
+    """A StreamedResponse that reads from any source of bytes."""
 
     def __init__(self, status: int, headers: Mapping[str, str], url: str, source: AsyncIterator[bytes]) -> None:
         self.status = status
@@ -164,9 +163,7 @@ class StreamedBody:
 
     def chunks(self) -> AsyncIterator[bytes]:
         if self._source is None:
-            raise RuntimeError(
-                f"the answer from {self.url} was consumed already; send the request again to read it again"
-            )
+            raise RuntimeError(f"the response from {self.url} was already read; send the request again")
         source, self._source = self._source, None
         return source
 
@@ -177,27 +174,27 @@ class StreamedBody:
             total += len(chunk)
             if total > max_bytes:
                 raise LimitExceededError(
-                    f"body: the answer from {self.url} is larger than {max_bytes} bytes", field="body"
+                    f"body: the response from {self.url} is larger than {max_bytes} bytes", field="body"
                 )
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class Why(enum.StrEnum):
-    """Why no complete answer came, and what to check."""
+    """Why there is no complete response, and what to check."""
 
-    REFUSED = "nothing listens at {host} (connection refused). Check that the server is running, and the port."
-    UNKNOWN_HOST = "the host name {name} is not known. Check the base URL and the network."
+    REFUSED = "connection refused: nothing is listening at {host}. Check that the server is running, and the port."
+    UNKNOWN_HOST = "cannot resolve the host name {name}. Check the base URL and the network."
     UNREACHABLE = "{host} cannot be reached ({cause}). Check the network and the base URL."
     NO_CONNECTION = "no connection to {host} in {connect_s:g} s. Check the network, firewalls and the base URL."
-    CERTIFICATE = "TLS: the certificate of {host} is not trusted ({cause}). Check the host name, or SSL_CERT_FILE."
+    CERTIFICATE = "TLS: the certificate of {host} is not trusted ({cause}). Check the host name, or set SSL_CERT_FILE."
     TLS = "TLS with {host} failed ({cause}). Check that the server speaks https at this port, or use http."
-    PROXY = "the proxy did not let the request through ({cause}). Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY."
-    ALL_BUSY = "no free connection in {total_s:g} s ({cause}). Send less at once, or allow more time or connections."
-    NO_ANSWER = "no answer in {total_s:g} s. The server may be busy: check its log, or allow more time."
-    DROPPED = "the connection ended without an answer ({cause}). Check whether the server crashed or restarted."
-    CUT_OFF = "the answer was cut off before its end ({cause}). Check whether the server crashed, and the network."
-    TOO_LARGE = "the answer is larger than the allowed {cause} bytes. Ask for less at once, or raise the limit."
-    NOT_HTTP = "what came back is not valid HTTP ({cause}). Check that the base URL is that of the server."
+    PROXY = "the proxy rejected the request ({cause}). Check HTTP_PROXY, HTTPS_PROXY and NO_PROXY."
+    ALL_BUSY = "no free connection in {total_s:g} s ({cause}). Send fewer requests at once, or raise the timeout."
+    NO_ANSWER = "no response in {total_s:g} s. The server may be busy: check its log, or raise the timeout."
+    DROPPED = "the server closed the connection without a response ({cause}). Check whether it crashed or restarted."
+    CUT_OFF = "the response was cut off ({cause}). Check whether the server crashed, and the network."
+    TOO_LARGE = "the response is larger than the limit of {cause} bytes. Request less at once."
+    NOT_HTTP = "the response is not valid HTTP ({cause}). Check the base URL."
     REDIRECT = "redirected {cause}. Check the base URL."
     INVALID = "not sent: the URL or a header is not valid."
     NOT_SENT = "not sent: {cause}"
@@ -206,22 +203,22 @@ class Why(enum.StrEnum):
 
 _TIMEOUTS = frozenset({Why.NO_CONNECTION, Why.ALL_BUSY, Why.NO_ANSWER})
 _LASTING = frozenset({Why.CERTIFICATE, Why.TOO_LARGE, Why.REDIRECT, Why.INVALID, Why.NOT_SENT, Why.CLOSED})
-"""What the same request will meet again, so that retrying is pointless."""
+"""Failures that the same request would meet again, so that they are not retryable."""
 
 
 def fault(request: HttpRequest, why: Why, cause: object = "") -> APIConnectionError:
-    """The error for a request without a complete answer: where it went, why, and what to check."""
+    """Return the error for a request without a complete response: where it went, why it failed, and what to check."""
     info = request.info
     host = info.url.partition("://")[2].partition("/")[0]
     seconds = {"total_s": request.timeout_s, "connect_s": request.connect_timeout_s}
-    said = why.format(host=host, name=host.partition(":")[0], cause=cause, **seconds)
-    error = (APITimeoutError if why in _TIMEOUTS else APIConnectionError)(info, f"{info.method} {info.url}: {said}")
+    reason = why.format(host=host, name=host.partition(":")[0], cause=cause, **seconds)
+    error = (APITimeoutError if why in _TIMEOUTS else APIConnectionError)(info, f"{info.method} {info.url}: {reason}")
     error.retryable = why not in _LASTING
     return error
 
 
 def lower_case(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Headers by lower-case name; what came more than once is joined by commas."""
+    """Return headers by lower-case name; repeated ones are joined by commas."""
     pairs = [(name.lower(), value) for name, value in headers]
     lowered = dict(pairs)
     if len(lowered) < len(pairs):
@@ -230,14 +227,14 @@ def lower_case(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def is_redirect(request: HttpRequest, status: int, headers: Mapping[str, str]) -> bool:
-    """Whether an answer sends the request elsewhere and the request wants to follow."""
+    """Whether a response is a redirect that the request follows."""
     return status in _REDIRECTS and request.follow_redirects and bool(headers.get("location"))
 
 
 def redirected(request: HttpRequest, status: int, headers: Mapping[str, str]) -> HttpRequest:
-    """The request that a redirect asks for.
+    """Return the request that a redirect asks for.
 
-    Methods change as in browsers. Only harmless headers go to another host, or to http from https.
+    Methods change as in browsers. Only harmless headers are sent to another host, or from https to http.
     """
     location = headers["location"]
     try:
@@ -245,9 +242,9 @@ def redirected(request: HttpRequest, status: int, headers: Mapping[str, str]) ->
         new = urlsplit(url)
         stays = _stays(urlsplit(request.url), new)
     except ValueError as error:
-        raise fault(request, Why.REDIRECT, f"to {location!r}, which is no URL") from error
+        raise fault(request, Why.REDIRECT, f"to {location!r}, which is not a URL") from error
     if new.scheme not in _PORTS or not new.hostname:
-        raise fault(request, Why.REDIRECT, f"to {location!r}, which is no http URL")
+        raise fault(request, Why.REDIRECT, f"to {location!r}, which is not an http URL")
     dropped = () if stays else [name for name in request.headers if name.lower() not in _KEPT_HEADERS]
     becomes_get = request.method not in ("GET", "HEAD") and (
         status in (302, 303) or (status == 301 and request.method == "POST")
@@ -259,13 +256,13 @@ def redirected(request: HttpRequest, status: int, headers: Mapping[str, str]) ->
 
 
 def proxy_for(proxies: Mapping[str, str], scheme: str, host: str) -> str | None:
-    """The proxy that the environment has for a host; never one for this machine."""
+    """Return the proxy that the environment sets for a host; never one for this machine."""
     is_direct = host in _THIS_MACHINE or urllib.request.proxy_bypass(host)
     return None if is_direct else proxies.get(scheme)
 
 
 def _stays(old: SplitResult, new: SplitResult) -> bool:
-    """Whether a redirect leads to the same server: same origin, or the same host by https."""
+    """Whether a redirect leads to the same server: same origin, or same host with https instead of http."""
     origins = [(url.scheme, url.port or _PORTS.get(url.scheme)) for url in (old, new)]
     is_upgrade = origins == [("http", 80), ("https", 443)]
     return old.hostname == new.hostname and (origins[0] == origins[1] or is_upgrade)

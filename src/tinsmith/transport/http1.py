@@ -1,6 +1,6 @@
-"""HTTP/1.1 as bytes: the head of a request, and an answer read from whatever pieces it comes in (RFC 9112).
+"""HTTP/1.1 as bytes: the head of a request, and a response from whatever pieces it arrives in (RFC 9112).
 
-Does not know: sockets, event loops, time, redirects, what a status means to anybody.
+No sockets, no event loop, no clock: `http_connection` has those.
 """
 
 from __future__ import annotations
@@ -9,44 +9,44 @@ import functools
 import io
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+import httptools
+
 MAX_HEAD_BYTES = 64 * 1024
-"""Status line and headers of an answer, or the trailers behind its body."""
+"""Status line and headers of a response."""
 MAX_LINE_BYTES = 4096
-"""The line before a chunk: its size, and extensions that nobody uses."""
+"""The line before a chunk: its size, and extensions, which are rarely used. Also the trailers after the last chunk."""
 ACCEPT_ENCODING = "gzip, deflate"
 IN_PLACE_BYTES = (64 * 1024, 64 * 1024 * 1024)
-"""Bodies of these lengths are received where they will lie. Memory for longer ones is taken as they come: a length is
-easily claimed."""
+"""Bodies of these lengths are received straight into their final memory. For longer ones memory is taken as they
+arrive: a length is easily claimed."""
 
 _PORTS = {"http": 80, "https": 443}
 _CONTROL = re.compile(r"[\x00-\x20\x7f]")
 _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
-_END_OF_HEAD = re.compile(rb"\n\r?\n")
-_FOLD = re.compile(r"\n[ \t]+")
-_STATUS_LINE = re.compile(r"HTTP/(1\.[01]) ([1-9]\d\d)(?: .*)?")
-_DIGITS = re.compile(r"\d{1,18}", re.ASCII)
-_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _START = b"HTTP/1."
+_VERSIONS = frozenset({"1.0", "1.1"})
+_STATUS_LINE_BYTES = len(b"HTTP/1.1 200 \r\n\r\n")
+"""Without the reason, and with the empty line that ends the head."""
 
 
 class FormatError(Exception):
-    """What came is not valid HTTP/1.1, or not of a kind that was asked for."""
+    """What was received is not valid HTTP/1.1, or not of a kind that was asked for."""
 
 
 class SizeError(Exception):
-    """The body is larger than allowed; the text is the limit in bytes."""
+    """The body is larger than allowed; the message is the limit in bytes."""
 
 
 class CutOffError(Exception):
-    """A packed body ends too soon."""
+    """A compressed body ends too soon."""
 
 
 class Target(NamedTuple):
-    """Where a URL leads, and how it is spoken of there."""
+    """The parts of a URL that a connection and a request line need."""
 
     scheme: str
     host: str
@@ -57,7 +57,7 @@ class Target(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def target_of(url: str) -> Target:
-    """The parts of a percent-encoded http or https URL; ValueError for anything else. User names are left out."""
+    """Split a percent-encoded http or https URL, leaving out user names; raise ValueError for anything else."""
     if _CONTROL.search(url):
         raise ValueError("a control character in a URL")
     parts = urlsplit(url)
@@ -71,7 +71,7 @@ def target_of(url: str) -> Target:
 
 
 def request_head(method: str, target: Target, headers: Mapping[str, str], body_length: int | None) -> bytes:
-    """The head of a request, with what its connection and body need; ValueError for headers that cannot be sent.
+    """Return the head of a request, with what its body needs. Raise ValueError for headers that cannot be sent.
 
     A length of None means a chunked body.
     """
@@ -100,24 +100,34 @@ def request_head(method: str, target: Target, headers: Mapping[str, str], body_l
 
 @functools.lru_cache(maxsize=1024)
 def _lower(name: str) -> str:
-    """A header's name in lower case; ValueError if it is none."""
+    """Return a header's name in lower case; raise ValueError if it is not a token."""
     if not _TOKEN.fullmatch(name):
         raise ValueError("not the name of a header")
     return name.lower()
 
 
-class Answer:
-    """The answer to one request, fed with the connection's bytes until it is complete."""
+class ResponseParser:
+    """The response to one request, fed with the connection's bytes until it is complete.
+
+    llhttp (in `httptools`) reads the syntax; this class adds what it leaves to its user: limits on the size of the
+    head, the body and the lines around chunks, responses to HEAD, the versions we speak, and large bodies that are
+    received straight into their final memory. The parser calls the `on_...` methods from within `feed`.
+    """
 
     __slots__ = (
+        "_body_bytes",
+        "_chunks",
+        "_ends_with_connection",
+        "_failure",
+        "_fed_bytes",
         "_has_body",
+        "_head_bytes",
+        "_headers",
         "_left",
         "_max_bytes",
+        "_parser",
         "_parts",
         "_place",
-        "_rest",
-        "_size",
-        "_step",
         "can_reuse",
         "has_begun",
         "headers",
@@ -132,46 +142,75 @@ class Answer:
         self.has_begun = False
         self.is_complete = False
         self.can_reuse = False
-        """Whether another request may follow on the connection; known when the answer is complete."""
+        """Whether another request may follow on the connection; known when the response is complete."""
         self._has_body = method != "HEAD"
         self._max_bytes = max_bytes
+        self._headers: dict[str, str] = {}
+        self._head_bytes = _STATUS_LINE_BYTES
+        self._fed_bytes = 0
+        self._body_bytes = 0
+        self._chunks = 0
         self._parts: list[bytes] = []
         self._place: tuple[io.BytesIO, memoryview] | None = None
-        self._rest = b""
-        self._size = 0
-        self._left = max_bytes
-        """Bytes that may still come: of the body, or of the chunk."""
-        self._step: Callable[[Answer, bytes], bytes] = Answer._read_head  # unbound: a bound one would be a cycle
+        self._left = 0
+        """Bytes of a body received in place that are still to come."""
+        self._ends_with_connection = False
+        self._failure: FormatError | SizeError | None = None
+        # The parser refers to this object and this object to it: `feed` breaks the cycle when it is done.
+        self._parser: httptools.HttpResponseParser | None = httptools.HttpResponseParser(self)
+        self._parser.set_dangerous_leniencies(
+            lenient_headers=True,  # folded lines, which RFC 9112 (5.2) wants a client to accept
+            lenient_optional_cr_before_lf=True,  # lines that end in a bare line feed (2.2)
+            lenient_chunked_length=True,  # a length beside chunks, which is ignored; the connection is not reused (6.3)
+            lenient_data_after_close=True,  # ignored as well
+        )
 
     def feed(self, data: bytes) -> bool:
-        """Take what came; True: the answer is complete."""
+        """Take what was received; return whether the response is complete."""
+        parser = self._parser
+        if parser is None:
+            self.can_reuse = False  # more than one response to one request: whose would the next one be?
+            return self.is_complete
+        if not self.has_begun and not data.startswith(_START[: len(data)]):
+            raise FormatError("it does not begin with HTTP/1")
         self.has_begun = True
-        while data and not self.is_complete:
-            data = self._step(self, data)
-        if data:
-            self.can_reuse = False  # more than one answer to one request: who knows whose the next would be
+        self._fed_bytes += len(data)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            if self.is_complete:
+                self.can_reuse = False
+            elif self._failure is None:
+                self._failure = FormatError(str(error))
+        if self._failure is None and not self.is_complete:
+            self._check_overhead()
+        if self._failure is not None or self.is_complete:
+            self._parser = None
+        if self._failure is not None:
+            raise self._failure
         return self.is_complete
 
     def end(self) -> bool:
-        """The connection has ended; True: that was the end of the answer, too."""
-        if self._step is Answer._read_to_the_end:
+        """The connection has ended; return whether that was the end of the response, too."""
+        if self._ends_with_connection:
             self.is_complete = True
         return self.is_complete
 
     def place(self) -> memoryview | None:
-        """Where to receive what comes next; `received` then says how much came. None: anywhere, for `feed`."""
+        """Where to receive what comes next, to be reported by `received`. None: anywhere, for `feed`."""
         if self._place is None or self.is_complete:
             return None
         return self._place[1][-self._left :]
 
     def received(self, nbytes: int) -> bool:
-        """So much came, and lies in its place already; True: the answer is complete."""
+        """So many bytes were received in place; return whether the response is complete."""
         self._left -= nbytes
-        self.is_complete = self._left == 0
+        if self._left == 0:
+            self.is_complete, self._parser = True, None
         return self.is_complete
 
     def body(self) -> bytes:
-        """The whole body, unpacked."""
+        """Return the whole body, decompressed."""
         parts = self._parts
         if self._place is not None:
             buffer, view = self._place
@@ -181,166 +220,90 @@ class Answer:
         coding = self.headers.get("content-encoding")
         return body if coding is None or not body else _unpacked(body, coding, self._max_bytes)
 
-    def _read_head(self, data: bytes) -> bytes:
-        data = self._rest + data if self._rest else data
-        end = data.find(b"\r\n\r\n")
-        length = 4
-        if end < 0:
-            found = _END_OF_HEAD.search(data)  # lines that end in a bare line feed
-            if found is None:
-                return self._keep(data, MAX_HEAD_BYTES, "its head")
-            end, length = found.start(), found.end() - found.start()
-        if end > MAX_HEAD_BYTES:
-            raise FormatError(f"its head is larger than {MAX_HEAD_BYTES} bytes")
-        self._rest = b""
-        self._take_head(data[:end].decode("utf-8", "surrogateescape"))
-        return data[end + length :]
+    def on_message_begin(self) -> None:
+        if self.is_complete:
+            self.can_reuse = False
 
-    def _keep(self, data: bytes, limit: int, what: str) -> bytes:
-        """Wait for more of what has to be read as one."""
-        if self._step is Answer._read_head and data[: len(_START)] != _START[: len(data)]:
-            raise FormatError("it does not begin with HTTP/1")
-        if len(data) > limit:
-            raise FormatError(f"{what} is larger than {limit} bytes")
-        self._rest = data
-        return b""
+    def on_status(self, reason: bytes) -> None:
+        self._head_bytes += len(reason)
 
-    def _take_head(self, text: str) -> None:
-        lines = text.replace("\r\n", "\n")
-        if "\n " in lines or "\n\t" in lines:
-            lines = _FOLD.sub(" ", lines)
-        first, *rest = lines.split("\n")
-        found = _STATUS_LINE.fullmatch(first)
-        if found is None or "\0" in lines or "\r" in lines:
-            raise FormatError("a bad status line" if found is None else "a control character in its head")
-        status, headers = int(found[2]), _headers(rest)
-        if status == 101:
-            raise FormatError("it switches to another protocol")
-        if status < 200:
-            return  # 100 Continue, 103 Early Hints: the answer proper follows
-        self.status, self.headers = status, headers
-        words = headers.get("connection", "").lower()
-        is_kept = "close" not in words if found[1] == "1.1" else "keep-alive" in words
-        self._begin_body(status, headers, is_kept)
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.status:
+            return  # a trailer
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self._failure = FormatError(f"its head is larger than {MAX_HEAD_BYTES} bytes")
+        elif b"\0" in value:
+            self._failure = FormatError("a control character in its head")
+        else:
+            key, text = _lower(name.decode()), value.decode("utf-8", "surrogateescape").strip(" \t")
+            self._headers[key] = f"{self._headers[key]}, {text}" if key in self._headers else text
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        assert parser is not None
+        status, headers, self._headers = parser.get_status_code(), self._headers, {}
+        if self.is_complete or self._failure is not None:
+            return
+        if parser.get_http_version() not in _VERSIONS or status < 100:
+            self._failure = FormatError("a bad status line")
+        elif status == 101:
+            self._failure = FormatError("it switches to another protocol")
+        elif status >= 200:  # 100 Continue and 103 Early Hints precede the response proper
+            self.status, self.headers = status, headers
+            self._begin_body(status, headers, parser.should_keep_alive())
 
     def _begin_body(self, status: int, headers: Mapping[str, str], is_kept: bool) -> None:
-        """How the body ends: RFC 9112, 6.3."""
+        """Find out how the body ends: RFC 9112, 6.3."""
         coding, length = headers.get("transfer-encoding"), headers.get("content-length")
         self.can_reuse = is_kept and (coding is None or length is None)
         if not self._has_body or status in (204, 304):
             self.is_complete = True
         elif coding is not None:
             if coding.lower() != "chunked":
-                raise FormatError(f"transfer-encoding {coding[:40]}, which is not known")
-            self._step = Answer._read_chunk_size
+                self._failure = FormatError(f"transfer-encoding {coding[:40]}, which is not known")
         elif length is not None:
-            self._left = _length(length)
-            if self._left > self._max_bytes:
-                raise SizeError(self._max_bytes)
-            self.is_complete = self._left == 0
-            self._step = Answer._read_exactly
-            if IN_PLACE_BYTES[0] <= self._left <= IN_PLACE_BYTES[1]:
-                buffer = io.BytesIO(bytes(self._left))
-                self._place = buffer, buffer.getbuffer()
-                self._step = Answer._read_into_place
+            size = int(length)
+            if size > self._max_bytes:
+                self._failure = SizeError(self._max_bytes)
+            elif IN_PLACE_BYTES[0] <= size <= IN_PLACE_BYTES[1]:
+                buffer = io.BytesIO(bytes(size))
+                self._place, self._left = (buffer, buffer.getbuffer()), size
         else:
             self.can_reuse = False
-            self._step = Answer._read_to_the_end
+            self._ends_with_connection = True
 
-    def _read_exactly(self, data: bytes) -> bytes:
-        taken = data if len(data) <= self._left else data[: self._left]
-        self._parts.append(taken)
-        self._left -= len(taken)
-        self.is_complete = self._left == 0
-        return data[len(taken) :]
-
-    def _read_into_place(self, data: bytes) -> bytes:
-        place = self.place()
-        assert place is not None
-        taken = min(len(data), self._left)
-        place[:taken] = data[:taken]
-        self.received(taken)
-        return data[taken:]
-
-    def _read_to_the_end(self, data: bytes) -> bytes:
-        self._parts.append(data)
-        self._left -= len(data)
-        if self._left < 0:
-            raise SizeError(self._max_bytes)
-        return b""
-
-    def _line(self, data: bytes, limit: int, what: str) -> tuple[bytes | None, bytes]:
-        """The next line and what follows it; None: its end has not come yet."""
-        data = self._rest + data
-        end = data.find(b"\n")
-        if end < 0 or end > limit:
-            return None, self._keep(data, limit, what)
-        self._rest = b""
-        return data[:end].removesuffix(b"\r"), data[end + 1 :]
-
-    def _read_chunk_size(self, data: bytes) -> bytes:
-        line, data = self._line(data, MAX_LINE_BYTES, "the line before a chunk")
-        if line is None:
-            return data
-        size = line.partition(b";")[0].strip(b" \t")
-        if not _CHUNK_SIZE.fullmatch(size):
-            raise FormatError("a bad chunk size")
-        self._left = int(size, 16)
-        self._size += self._left
-        if self._size > self._max_bytes:
-            raise SizeError(self._max_bytes)
-        self._step = Answer._read_chunk if self._left else Answer._read_trailer
-        return data
-
-    def _read_chunk(self, data: bytes) -> bytes:
-        rest = self._read_exactly(data)
+    def on_body(self, data: bytes) -> None:
+        self._body_bytes += len(data)
         if self.is_complete:
-            self.is_complete = False
-            self._step = Answer._read_chunk_end
-        return rest
+            self.can_reuse = False  # what follows a response to HEAD
+        elif self._body_bytes > self._max_bytes:
+            self._failure = SizeError(self._max_bytes)
+        elif self._place is None:
+            self._parts.append(data)
+        else:
+            self._place[1][-self._left :][: len(data)] = data
+            self._left -= len(data)
 
-    def _read_chunk_end(self, data: bytes) -> bytes:
-        line, data = self._line(data, 1, "the end of a chunk")
-        if line is None:
-            return data
-        if line:
-            raise FormatError("a chunk longer than it said")
-        self._step = Answer._read_chunk_size
-        return data
+    def on_chunk_header(self) -> None:
+        self._chunks += 1
 
-    def _read_trailer(self, data: bytes) -> bytes:
-        line, data = self._line(data, MAX_HEAD_BYTES, "its trailer")
-        if line is not None:
-            self.is_complete = not line
-        return data
+    def on_message_complete(self) -> None:
+        if self.status:
+            self.is_complete = True
 
-
-def _headers(lines: list[str]) -> dict[str, str]:
-    """Headers by lower-case name; what came more than once is joined by commas."""
-    headers: dict[str, str] = {}
-    for line in lines:
-        name, colon, value = line.partition(":")
-        try:
-            name = _lower(name)
-        except ValueError:
-            colon = ""
-        if not colon:
-            raise FormatError("a bad header line")
-        value = value.strip(" \t")
-        headers[name] = f"{headers[name]}, {value}" if name in headers else value
-    return headers
-
-
-def _length(text: str) -> int:
-    """A content length, which may have been said twice."""
-    found = {part.strip() for part in text.split(",")} if "," in text else {text}
-    if len(found) != 1 or not _DIGITS.fullmatch(text := found.pop()):
-        raise FormatError("a bad content-length")
-    return int(text)
+    def _check_overhead(self) -> None:
+        """Limit what is not body: the parser passes over chunk extensions and trailers of any length."""
+        overhead_bytes = self._fed_bytes - self._body_bytes
+        if not self.status:
+            if overhead_bytes > MAX_HEAD_BYTES:
+                self._failure = FormatError(f"its head is larger than {MAX_HEAD_BYTES} bytes")
+        elif overhead_bytes > self._head_bytes + MAX_LINE_BYTES * (self._chunks + 1):
+            self._failure = FormatError(f"a line around a chunk is larger than {MAX_LINE_BYTES} bytes")
 
 
 def _unpacked(body: bytes, coding: str, max_bytes: int) -> bytes:
-    """A body without its content codings, if it is then at most `max_bytes` large."""
+    """Undo the content codings of a body; raise SizeError if it is then larger than `max_bytes`."""
     for name in reversed([word.strip().lower() for word in coding.split(",")]):
         if name in ("gzip", "x-gzip"):
             body = _inflated(body, 16 + zlib.MAX_WBITS, max_bytes)
@@ -358,7 +321,7 @@ def _inflated(body: bytes, window_bits: int, max_bytes: int) -> bytes:
         try:
             parts.append(unpacker.decompress(body, left + 1))
         except zlib.error as error:
-            raise FormatError(f"its body cannot be unpacked: {error}") from None
+            raise FormatError(f"its body cannot be decompressed: {error}") from None
         left -= len(parts[-1])
         if left < 0:
             raise SizeError(max_bytes)

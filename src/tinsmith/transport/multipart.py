@@ -1,6 +1,6 @@
 """Uploads: form fields and files as one `multipart/form-data` body, streamed in pieces.
 
-Does not know: HTTP libraries, requests, retries. Files are read while they are sent and never held as a whole.
+Files are read while they are sent and never loaded as a whole.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import BinaryIO, Protocol, TypeAlias, cast, runtime_checkable
 from tinsmith.errors import InvalidInputError
 
 PIECE_BYTES = 256 * 1024
-"""How much of a file is held at a time."""
+"""How much of a file is in memory at a time."""
 DEFAULT_FILENAME = "upload"
-"""What HTTP clients call a file whose name nobody gave."""
+"""What HTTP clients call a file without a name."""
 DEFAULT_CONTENT_TYPE = "application/octet-stream"
 
 _BOUNDARY = re.compile(r"[0-9A-Za-z'()+_,\-./:=?]{1,70}")  # RFC 2046, 5.1.1, without the space
@@ -29,7 +29,7 @@ _LINE_BREAK = re.compile(r"[\r\n]")
 
 @runtime_checkable
 class AsyncReader(Protocol):
-    """Whatever can be read piece by piece; b"" means the end. asyncio.StreamReader is one."""
+    """Anything that can be read piece by piece, such as asyncio.StreamReader; b"" means the end."""
 
     async def read(self, n: int, /) -> bytes: ...
 
@@ -43,7 +43,7 @@ class _Part:
     head: bytes
     content: Content
     start: int | None
-    """Where a file object stood when it was handed over; None for other content and for pipes."""
+    """The position of a file object when it was passed in; None for other content and for pipes."""
     length: int | None
 
     @property
@@ -54,8 +54,8 @@ class _Part:
 class Multipart:
     """A body of named fields, sent in the order given.
 
-    A field is a text; a file's content (bytes, a path, an open binary file, an async reader); or a tuple of file name,
-    content and, if wanted, content type. A name may come twice when the fields are given as pairs.
+    A field is a string; a file's content (bytes, a path, an open binary file, an async reader); or a tuple of file
+    name, content and, if wanted, content type. A name may come twice when the fields are given as pairs.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Multipart:
     ) -> None:
         self.boundary = secrets.token_hex(16) if boundary is None else boundary
         if not _BOUNDARY.fullmatch(self.boundary):
-            raise InvalidInputError(f"boundary: {boundary!r} is not 1 to 70 of the characters RFC 2046 allows")
+            raise InvalidInputError(f"boundary: {boundary!r} must be 1 to 70 of the characters that RFC 2046 allows")
         pairs = fields.items() if isinstance(fields, Mapping) else fields
         self._parts = [_part(name, field, self.boundary) for name, field in pairs]
         self._tail = f"--{self.boundary}--\r\n".encode()
@@ -75,7 +75,7 @@ class Multipart:
 
     @property
     def length(self) -> int | None:
-        """Size of the whole body in bytes; None if a reader does not tell."""
+        """Size of the whole body in bytes; None if that of a reader is unknown."""
         total = len(self._tail)
         for part in self._parts:
             if part.length is None:
@@ -84,10 +84,10 @@ class Multipart:
         return total
 
     async def parts(self) -> AsyncIterator[bytes]:
-        """The body in pieces of at most 256 KiB. Again and again, unless a reader in it cannot be rewound."""
+        """Yield the body in pieces of at most 256 KiB. Can be repeated, unless a reader in it cannot be rewound."""
         if self._is_used_up:
             raise InvalidInputError(
-                "body: a reader in this upload was read already and cannot be rewound; open it again"
+                "body: a reader in this upload was already read and cannot be rewound; open it again"
             )
         for part in self._parts:
             yield part.head
@@ -119,7 +119,7 @@ def _part(name: str, field: Field, boundary: str) -> _Part:
 
 
 def _file(name: str, field: Field) -> tuple[str, Content, str]:
-    """File name, content and content type of a field that is not text."""
+    """Return the file name, content and content type of a field that is not a string."""
     if isinstance(field, tuple):
         filename, content, content_type = field if len(field) == 3 else (*field, DEFAULT_CONTENT_TYPE)
     else:
@@ -128,21 +128,21 @@ def _file(name: str, field: Field) -> tuple[str, Content, str]:
         filename = os.path.basename(path) if isinstance(path, (str, Path)) else DEFAULT_FILENAME
     if not isinstance(content, (bytes, Path)) and not callable(getattr(content, "read", None)):
         raise InvalidInputError(
-            f"{name}: {type(content).__name__} is neither text, bytes, a path, a file nor a reader", field=name
+            f"{name}: {type(content).__name__} is not a string, bytes, a path, a file or a reader", field=name
         )
     return filename, content, content_type
 
 
 def _extent(name: str, content: Content) -> tuple[int | None, int | None]:
-    """Where a file object stands now, and how many bytes will be sent; None for what cannot be known."""
+    """Return the current position of a file object and how many bytes will be sent; None for what is unknown."""
     if isinstance(content, bytes):
         return None, len(content)
     if isinstance(content, Path):
         if not content.is_file():
-            raise InvalidInputError(f"{name}: there is no file {content}", field=name)
+            raise InvalidInputError(f"{name}: no such file: {content}", field=name)
         return None, content.stat().st_size
     if hasattr(content, "encoding"):
-        raise InvalidInputError(f"{name}: the file is open as text; open it in binary mode ('rb')", field=name)
+        raise InvalidInputError(f"{name}: the file is open in text mode; open it in binary mode ('rb')", field=name)
     if inspect.iscoroutinefunction(content.read) or not (hasattr(content, "seekable") and content.seekable()):
         return None, None
     file = cast(BinaryIO, content)
@@ -172,7 +172,7 @@ async def _pieces(part: _Part) -> AsyncIterator[bytes]:
 
 
 async def _measured(reader: AsyncReader | BinaryIO, length: int | None) -> AsyncIterator[bytes]:
-    """What a reader gives, exactly `length` bytes if that was announced, read in a thread where reading blocks."""
+    """Yield what a reader returns, exactly `length` bytes if given; blocking reads run in a thread."""
     is_async = inspect.iscoroutinefunction(reader.read)
     left = length
     while left is None or left > 0:
@@ -183,7 +183,7 @@ async def _measured(reader: AsyncReader | BinaryIO, length: int | None) -> Async
         yield piece
         left = None if left is None else left - len(piece)
     if left:
-        raise InvalidInputError(f"body: a file became {left} bytes shorter while it was being sent")
+        raise InvalidInputError(f"body: a file shrank by {left} bytes while it was being sent")
 
 
 def _read(reader: AsyncReader | BinaryIO, size: int) -> bytes:
@@ -191,10 +191,10 @@ def _read(reader: AsyncReader | BinaryIO, size: int) -> bytes:
 
 
 def _quoted(text: str) -> str:
-    """As browsers do it; line breaks were refused before."""
+    """Escape quotes as browsers do; line breaks were rejected before."""
     return text.replace('"', "%22")
 
 
 def _check_line(text: str, what: str) -> None:
     if not isinstance(text, str) or _LINE_BREAK.search(text):
-        raise InvalidInputError(f"{what}: {text!r} is not text of one line")
+        raise InvalidInputError(f"{what}: {text!r} must be a single line of text")

@@ -1,6 +1,6 @@
 """Server-sent events, decoded as they arrive (WHATWG HTML, 9.2.6).
 
-Does not know: HTTP libraries, what the events mean, reconnecting.
+Reconnecting is up to the caller.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MAX_RETRY_DIGITS = 15
 
 @dataclass(frozen=True, slots=True)
 class SseEvent:
-    """One event. `id` and `retry_ms` are those in force: the last ones sent, with this event or before."""
+    """One event. `id` and `retry_ms` are the last ones sent, with this event or before."""
 
     event: str
     data: str
@@ -27,7 +27,7 @@ class SseEvent:
 
 
 class SseDecoder:
-    """Takes bytes in pieces of any size and gives the events that they complete. Holds one event at most."""
+    """Decodes bytes in pieces of any size into events. It buffers at most one event."""
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max_event_bytes = max_event_bytes
@@ -42,7 +42,7 @@ class SseDecoder:
         self._retry_ms: int | None = None
 
     def feed(self, piece: bytes) -> list[SseEvent]:
-        """The events that end in this piece."""
+        """Take a piece and return the events that it completes."""
         text = self._utf8.decode(piece)
         if not text:
             return []
@@ -65,7 +65,9 @@ class SseDecoder:
         self._line.append(text)
         self._line_bytes += _size(text)
         if self._line_bytes + self._data_bytes > self._max_event_bytes:
-            raise LimitExceededError(f"an event is larger than the allowed {self._max_event_bytes} bytes", field="data")
+            raise LimitExceededError(
+                f"an event is larger than the limit of {self._max_event_bytes} bytes", field="data"
+            )
 
     def _end_line(self) -> SseEvent | None:
         line = "".join(self._line)

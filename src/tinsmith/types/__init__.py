@@ -1,4 +1,4 @@
-"""Every type of the protocol under the names that programs use: `tinsmith.types.Datum` and so on."""
+"""All types of the protocol, under the names that programs use: `tinsmith.types.Datum` and so on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import typing
 
 from tinsmith import compat
 from tinsmith.errors import RequestErrorCategory
-from tinsmith.wire.admin import (
+from tinsmith.wire.losses import LossFnType
+from tinsmith.wire.messages.admin import (
     AuditLogEntry,
     AuditLogResponse,
     BillingEventInfo,
@@ -23,15 +24,7 @@ from tinsmith.wire.admin import (
     StorageBillingEvent,
     TrainingBillingEvent,
 )
-from tinsmith.wire.chunks import (
-    DmelChunk,
-    EncodedTextChunk,
-    ImageAssetPointerChunk,
-    ImageChunk,
-    ImageDimensions,
-    ModelInputChunk,
-)
-from tinsmith.wire.futures import (
+from tinsmith.wire.messages.futures import (
     CancelFutureRequest,
     CompleteMetadataResponse,
     FutureCompletion,
@@ -47,15 +40,7 @@ from tinsmith.wire.futures import (
     TryAgainResponse,
     UntypedAPIFuture,
 )
-from tinsmith.wire.inputs import (
-    Datum,
-    LossFnInputs,
-    ModelInput,
-    PromptProvenanceSpan,
-    ProvenanceSpans,
-    SampledProvenanceSpan,
-)
-from tinsmith.wire.runs import (
+from tinsmith.wire.messages.runs import (
     Checkpoint,
     CheckpointsListResponse,
     Cursor,
@@ -63,7 +48,7 @@ from tinsmith.wire.runs import (
     TrainingRun,
     TrainingRunsResponse,
 )
-from tinsmith.wire.sampling import (
+from tinsmith.wire.messages.sampling import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
@@ -77,7 +62,7 @@ from tinsmith.wire.sampling import (
     StopReason,
     TopkLogprobs,
 )
-from tinsmith.wire.service import (
+from tinsmith.wire.messages.service import (
     ApiKeyResponse,
     AuthTokenResponse,
     ClientConfigRequest,
@@ -98,7 +83,7 @@ from tinsmith.wire.service import (
     UnhandledExceptionEvent,
     WhoamiResponse,
 )
-from tinsmith.wire.sessions import (
+from tinsmith.wire.messages.sessions import (
     AccessibleSearchOwner,
     ActiveSessionStatusQuery,
     AssignProjectRequest,
@@ -136,11 +121,7 @@ from tinsmith.wire.sessions import (
     TraceExportResponse,
     UserSearchOwner,
 )
-from tinsmith.wire.tensors import (
-    TensorData,
-    TensorDtype,
-)
-from tinsmith.wire.training import (
+from tinsmith.wire.messages.training import (
     AdamOptimizerConfig,
     AdamParams,
     CreateCustomLossRequest,
@@ -161,7 +142,6 @@ from tinsmith.wire.training import (
     GetInfoResponse,
     LoraConfig,
     LossFnOutput,
-    LossFnType,
     ModelData,
     ModelID,
     OptimizerConfig,
@@ -171,7 +151,7 @@ from tinsmith.wire.training import (
     UnloadModelRequest,
     UnloadModelResponse,
 )
-from tinsmith.wire.weights import (
+from tinsmith.wire.messages.weights import (
     CheckpointArchiveUrlResponse,
     CheckpointType,
     CopyWeightsRequest,
@@ -190,6 +170,26 @@ from tinsmith.wire.weights import (
     SaveWeightsResponse,
     WeightsInfoRequest,
     WeightsInfoResponse,
+)
+from tinsmith.wire.values.chunks import (
+    DmelChunk,
+    EncodedTextChunk,
+    ImageAssetPointerChunk,
+    ImageChunk,
+    ImageDimensions,
+    ModelInputChunk,
+)
+from tinsmith.wire.values.inputs import (
+    Datum,
+    LossFnInputs,
+    ModelInput,
+    PromptProvenanceSpan,
+    ProvenanceSpans,
+    SampledProvenanceSpan,
+)
+from tinsmith.wire.values.tensors import (
+    TensorData,
+    TensorDtype,
 )
 
 __all__ = [
@@ -359,8 +359,8 @@ __all__ = [
     "WhoamiResponse",
 ]
 
-if not typing.TYPE_CHECKING:  # or a type checker would take every misspelt name for a module
+if not typing.TYPE_CHECKING:  # otherwise a type checker would accept every misspelt name as a module
 
     def __getattr__(name: str) -> object:
-        """A module that programs reach as an attribute: `types.image_chunk.ImageChunk`."""
+        """Return a module that programs use as an attribute: `types.image_chunk.ImageChunk`."""
         return compat.submodule(__name__, name)

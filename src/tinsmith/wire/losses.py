@@ -1,41 +1,32 @@
-"""The losses by name: what each reads from a datum, its options, and the check of a whole request against that.
+"""The losses by name: which tensors each reads from a datum, and which options it takes.
 
-Owns: the table `LOSSES`, shared by server and engine, and the errors, which name the datum, the key, the value and what
-is allowed. docs/decisions/0014-losses.md has the reasons for what the protocol leaves open.
-Does not know: formulas (see `engine/losses`), models (their limits are arguments), or uploaded losses beyond the inputs
-that they declare.
+This is the only declaration of a loss outside its formula, which is in `engine/training/losses/<name>.py`. The type of
+`loss_fn`, the dtypes of plain lists and the checks in `wire/rules/loss_rules.py` all follow from it.
+docs/decisions/0014-losses.md has the reasons for what the protocol leaves open.
 """
 
 from __future__ import annotations
 
-import bisect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Literal, TypeAlias
 
-import numpy as np
-
-from tinsmith.errors import InvalidInputError
-from tinsmith.wire.chunks import EncodedTextChunk, ImageAssetPointerChunk, ImageChunk
-from tinsmith.wire.inputs import Datum
-from tinsmith.wire.numbers import Array
-from tinsmith.wire.tensors import TensorData
-from tinsmith.wire.training import (
-    CustomLossInput,
-    ForwardBackwardInput,
-    ForwardBackwardRequest,
-    ForwardRequest,
-    LossFnConfig,
-)
-
-MAX_TARGET_CELLS = 2**26
-"""Cells of all [N, K] targets of one request; a few bytes of CSR could name any number."""
+LossFnType: TypeAlias = Literal[
+    "cross_entropy",
+    "importance_sampling",
+    "ppo",
+    "cispo",
+    "dro",
+    "gspo",
+    "stable_reinforce",
+    "custom",
+]
+"""The names that `loss_fn` may have: the keys of LOSSES, spelled out because a type checker needs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossOption:
-    """A number in `loss_fn_config`: its default, and the least that is allowed."""
+    """A number in `loss_fn_config`: its default, and the smallest value that is allowed."""
 
     default: float
     least: float = 0.0
@@ -43,18 +34,18 @@ class LossOption:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSpec:
-    """What a loss reads. Each input has the shape of `target_tokens`, whose allowed ranks are `target_ranks`."""
+    """What a loss reads: float32 tensors of the shape of `target_tokens`, whose allowed ranks are `target_ranks`."""
 
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     target_ranks: tuple[int, ...] = (1,)
     options: Mapping[str, LossOption] = field(default_factory=dict)
     refusal: str = ""
-    """Why this server does not compute it; empty if it does."""
+    """Why this server does not compute the loss; empty if it does."""
 
 
 CLIP_INPUTS = ("clip_low_threshold", "clip_high_threshold")
-"""Options that can also be given per token, which then wins."""
+"""Options that a datum may also give per token; the values per token then win."""
 
 
 def _reinforcement(*inputs: str, **options: float) -> LossSpec:
@@ -66,7 +57,7 @@ def _reinforcement(*inputs: str, **options: float) -> LossSpec:
     )
 
 
-LOSSES: Mapping[str, LossSpec] = {
+LOSSES: Mapping[LossFnType, LossSpec] = {
     "cross_entropy": LossSpec(required=("weights",), target_ranks=(1, 2)),
     "importance_sampling": _reinforcement(),
     "ppo": _reinforcement(clip_low_threshold=0.8, clip_high_threshold=1.2),
@@ -78,231 +69,13 @@ LOSSES: Mapping[str, LossSpec] = {
     ),
     "custom": LossSpec(target_ranks=(1, 2)),
 }
-"""Every loss of the protocol; all of them read `target_tokens`, int64."""
+"""Every loss of the protocol. All of them also read `target_tokens`, int64. The formula of `custom` is uploaded."""
 
-_HINTS: Mapping[str, str] = {
-    "mask": "; a mask belongs into weights, 0 for tokens that do not count",
-    "weights": "; send zeros if only the logprobs are wanted, ones if every token counts",
-    "sequence_ratio_mask": "; 1 for sampled tokens, 0 for others",
+COMPUTED: tuple[LossFnType, ...] = tuple(name for name, spec in LOSSES.items() if not spec.refusal and name != "custom")
+"""The losses whose formula is a file in `engine/training/losses`."""
+
+LIST_DTYPES: Mapping[str, Literal["int64", "float32"]] = {
+    "target_tokens": "int64",
+    **{name: "float32" for spec in LOSSES.values() for name in (*spec.required, *spec.optional)},
 }
-
-
-def check_loss(
-    request: ForwardBackwardRequest | ForwardRequest,
-    *,
-    vocab_size: int,
-    max_context_length: int,
-    supports_images: bool = False,
-    custom_inputs: Sequence[CustomLossInput] | None = None,
-) -> None:
-    """Refuse a request that its loss could not be computed for; `custom_inputs` is what an uploaded loss declares."""
-    work = request.forward_input if isinstance(request, ForwardRequest) else request.forward_backward_input
-    if not work.data:
-        _refuse("data", "is empty; send at least one datum")
-    loss_options(work.loss_fn, work.loss_fn_config)
-    spec = LOSSES[work.loss_fn]
-    declared = {item.name: item.rank for item in custom_inputs or ()}
-    for i, datum in enumerate(work.data):
-        where = f"data[{i}]"
-        length = _check_model_input(datum, where, vocab_size, max_context_length, supports_images)
-        _check_names(work.loss_fn, spec, datum, where, declared if custom_inputs is not None else None)
-        _check_targets(work.loss_fn, spec, datum, where, length, vocab_size)
-        if work.loss_fn == "custom":
-            _check_custom(datum, where, declared)
-        else:
-            _check_inputs(datum, where)
-    if 2 in spec.target_ranks:
-        _check_cells(work)
-    if spec.options:
-        _check_thresholds(work)
-
-
-def loss_options(loss_fn: str, config: LossFnConfig | None) -> dict[str, float]:
-    """The loss's options with defaults filled in; refuses losses, keys and values that are not in the table."""
-    spec = LOSSES.get(loss_fn)
-    if spec is None:
-        _refuse("loss_fn", f"{loss_fn!r} is not a loss (known: {', '.join(LOSSES)})")
-    if spec.refusal:
-        _refuse("loss_fn", f"{loss_fn} is not computed by this server: {spec.refusal}")
-    given = dict(config or {})
-    if loss_fn == "custom":
-        loss_id = given.pop("loss_id", None)
-        if not isinstance(loss_id, str) or not loss_id:
-            _refuse("loss_fn_config['loss_id']", f"custom needs the id of an uploaded loss, got {loss_id!r}")
-    for key, value in given.items():
-        _check_option(loss_fn, spec, key, value)
-    options = {key: float(given.get(key, option.default)) for key, option in spec.options.items()}
-    if not options.get(CLIP_INPUTS[0], 0.0) <= options.get(CLIP_INPUTS[1], math.inf):
-        low, high = (options[name] for name in CLIP_INPUTS)
-        _refuse("loss_fn_config", f"{CLIP_INPUTS[0]} {low:g} is above {CLIP_INPUTS[1]} {high:g}")
-    return options
-
-
-def _check_option(loss_fn: str, spec: LossSpec, key: str, value: float | str) -> None:
-    where = f"loss_fn_config[{key!r}]"
-    if key not in spec.options:
-        known = f"its options are {', '.join(spec.options)}" if spec.options else "it has none"
-        _refuse(where, f"{loss_fn} has no such option; {known}")
-    if isinstance(value, str) or not math.isfinite(value) or value < spec.options[key].least:
-        _refuse(where, f"{value!r} is not allowed; {key} is a finite number of {spec.options[key].least:g} or more")
-
-
-def _check_model_input(
-    datum: Datum, where: str, vocab_size: int, max_context_length: int, supports_images: bool
-) -> int:
-    length = 0
-    for i, chunk in enumerate(datum.model_input.chunks):
-        inside = f"{where}.model_input.chunks[{i}]"
-        if isinstance(chunk, EncodedTextChunk):
-            tokens = chunk.tokens if isinstance(chunk.tokens, np.ndarray) else np.array(chunk.tokens, np.int64)
-            _check_ids(tokens, f"{inside}.tokens", vocab_size)
-            length += len(tokens)
-        elif supports_images and isinstance(chunk, (ImageChunk, ImageAssetPointerChunk)):
-            length += _image_length(chunk, inside)
-        else:
-            _refuse(inside, f"is of type {chunk.type}, which this model does not read; send encoded_text")
-    if length == 0:
-        _refuse(f"{where}.model_input", "is empty; each datum needs at least one token")
-    if length > max_context_length:
-        _refuse(f"{where}.model_input", f"has {length} tokens; the model reads at most {max_context_length}")
-    return length
-
-
-def _image_length(chunk: ImageChunk | ImageAssetPointerChunk, where: str) -> int:
-    try:
-        return chunk.length
-    except InvalidInputError as error:
-        _refuse(where, str(error))
-
-
-def _check_names(loss_fn: str, spec: LossSpec, datum: Datum, where: str, declared: Mapping[str, int] | None) -> None:
-    """Nothing missing; nothing that the loss would not read, since that is most often a mistake."""
-    inputs = datum.loss_fn_inputs
-    required = ("target_tokens", *spec.required, *(name for name in declared or () if name != "logprobs"))
-    for name in required:
-        if name not in inputs:
-            _refuse(_key(where, name), f"is missing; {loss_fn} needs it{_HINTS.get(name, '')}")
-    if loss_fn == "custom":
-        return  # an uploaded loss takes what it names, and its data may hold more
-    if len(inputs) > len(required):
-        for name in inputs:
-            if name not in required and name not in spec.optional:
-                known = ", ".join((*required, *spec.optional))
-                _refuse(_key(where, name), f"{loss_fn} has no such input (its inputs: {known}){_HINTS.get(name, '')}")
-
-
-def _check_targets(loss_fn: str, spec: LossSpec, datum: Datum, where: str, length: int, vocab_size: int) -> None:
-    targets = datum.loss_fn_inputs["target_tokens"]
-    key = _key(where, "target_tokens")
-    shape = _shape(targets)
-    if targets.dtype != "int64":
-        _refuse(key, f"token ids are int64, got {targets.dtype}")
-    if len(shape) not in spec.target_ranks:
-        allowed = " or ".join(("[N]", "[N, K]")[rank - 1] for rank in spec.target_ranks)
-        _refuse(key, f"has shape {list(shape)}; {loss_fn} takes {allowed}")
-    if shape[0] != length:
-        _refuse(key, f"has {shape[0]} entries, but the model input has {length} tokens; each one needs a target")
-    if len(shape) == 2 and not 1 <= shape[1] <= vocab_size:
-        _refuse(key, f"has {shape[1]} targets at each position; allowed are 1 to {vocab_size}, the vocabulary's size")
-    _check_ids(targets.array, key, vocab_size, lambda index: _cell(targets, index))
-
-
-def _check_inputs(datum: Datum, where: str) -> None:
-    """Everything beside the targets has their shape, and numbers that can be computed with."""
-    shape = _shape(datum.loss_fn_inputs["target_tokens"])
-    for name, tensor in datum.loss_fn_inputs.items():
-        if name == "target_tokens":
-            continue
-        if _shape(tensor) != shape:
-            text = f"has shape {list(_shape(tensor))}, target_tokens has {list(shape)}; they must be the same"
-            _refuse(_key(where, name), text)
-        _check_finite(tensor, _key(where, name))
-    mask = datum.loss_fn_inputs.get("sequence_ratio_mask")
-    if mask is not None and not mask.array.any():
-        _refuse(
-            _key(where, "sequence_ratio_mask"), "marks no token, so the sequence has no ratio; mark the sampled ones"
-        )
-
-
-def _check_custom(datum: Datum, where: str, declared: Mapping[str, int]) -> None:
-    for name, tensor in datum.loss_fn_inputs.items():
-        key, rank = _key(where, name), len(_shape(tensor))
-        expected = declared.get("logprobs" if name == "target_tokens" else name)
-        if expected is not None and rank != expected:
-            _refuse(key, f"has {rank} dimensions; the uploaded loss declares {expected}")
-        if tensor.is_sparse and math.prod(_shape(tensor)) > MAX_TARGET_CELLS:
-            _refuse(key, f"shape {list(_shape(tensor))} is too large (limit: {MAX_TARGET_CELLS} cells)")
-        _check_finite(tensor, key)
-
-
-def _check_cells(work: ForwardBackwardInput) -> None:
-    shapes = [_shape(datum.loss_fn_inputs["target_tokens"]) for datum in work.data]
-    cells = sum(shape[0] * shape[1] for shape in shapes if len(shape) == 2)
-    if cells > MAX_TARGET_CELLS:
-        _refuse("data", f"the targets have {cells} cells together; one request may have {MAX_TARGET_CELLS}, send less")
-
-
-def _check_thresholds(work: ForwardBackwardInput) -> None:
-    """Thresholds given per token: none negative, the low one never above the high one."""
-    options = loss_options(work.loss_fn, work.loss_fn_config)
-    for i, datum in enumerate(work.data):
-        given = [name for name in CLIP_INPUTS if name in datum.loss_fn_inputs]
-        if not given:
-            continue
-        low_N, high_N = (
-            datum.loss_fn_inputs[name].to_numpy() if name in given else np.float32(options[name])
-            for name in CLIP_INPUTS
-        )
-        wrong_N = np.atleast_1d((low_N < 0) | (high_N < low_N))
-        if wrong_N.any():
-            position = int(np.argmax(wrong_N))
-            low, high = (float(np.broadcast_to(side, wrong_N.shape)[position]) for side in (low_N, high_N))
-            key = _key(f"data[{i}]", given[0])
-            _refuse(
-                f"{key}[{position}]", f"clips to {low:g} at least and {high:g} at most; allowed is 0 <= low <= high"
-            )
-
-
-def _index(index: Array) -> str:
-    return "".join(f"[{int(i)}]" for i in index)
-
-
-def _cell(tensor: TensorData, index: Array) -> str:
-    """Where a value stands in the dense tensor."""
-    if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
-        return _index(index)
-    listed = int(index[0])
-    row = bisect.bisect_right(tensor.sparse_crow_indices, listed) - 1
-    return f"[{row}][{tensor.sparse_col_indices[listed]}]"
-
-
-def _check_ids(array: Array, where: str, vocab_size: int, cell: Callable[[Array], str] = _index) -> None:
-    if array.size == 0:
-        return
-    # Seen as unsigned, a negative id is a huge one: a single pass finds both kinds.
-    unsigned = array.view(_UNSIGNED[array.dtype.itemsize]) if array.dtype.itemsize in _UNSIGNED else array
-    if unsigned.max() >= vocab_size or (unsigned is array and array.min() < 0):
-        index = np.argwhere((array < 0) | (array >= vocab_size))[0]
-        value = int(array[tuple(index)])
-        _refuse(f"{where}{cell(index)}", f"{value} is not a token of this model (allowed: 0 to {vocab_size - 1})")
-
-
-def _check_finite(tensor: TensorData, where: str) -> None:
-    if tensor.dtype == "float32" and not np.isfinite(tensor.array).all():
-        index = np.argwhere(~np.isfinite(tensor.array))[0]
-        _refuse(f"{where}{_cell(tensor, index)}", f"is {tensor.array[tuple(index)]}; only finite numbers are allowed")
-
-
-_UNSIGNED: Mapping[int, np.dtype[Any]] = {4: np.dtype("<u4"), 8: np.dtype("<u8")}
-
-
-def _shape(tensor: TensorData) -> tuple[int, ...]:
-    return tuple(tensor.shape) if tensor.shape is not None else tensor.array.shape
-
-
-def _key(where: str, name: str) -> str:
-    return f"{where}.loss_fn_inputs[{name!r}]"
-
-
-def _refuse(where: str, reason: str) -> NoReturn:
-    raise InvalidInputError(f"{where}: {reason}", field=where)
+"""The dtype of a plain list, by its key. Each of these tensors has one entry (or row) per input token."""

@@ -1,12 +1,9 @@
-"""Base classes of the wire messages.
-
-Owns: strict construction, tolerant reading, and the difference between None and not-given.
-Does not know: any particular message, HTTP, protobuf.
+"""The base classes of the wire messages: strict to build, tolerant to read.
 
 - Building a message checks everything: an unknown field or a wrong type is an InvalidInputError that names it.
-- Reading one (`tinsmith.wire.json_codec`) ignores unknown fields and fills defaults.
-- An optional field whose default is NOT_GIVEN is left out of the JSON when it was not given and written as `null` when
-  it was given as None. Reading the attribute yields None in both cases, which is what users' `is None` checks expect;
+- Reading one (`wire/codecs/json_codec.py`) ignores unknown fields and fills in defaults.
+- An optional field with the default NOT_GIVEN is left out of the JSON if it was not given, and written as `null` if it
+  was given as None. The attribute reads None in both cases, which is what users' `is None` checks expect;
   `is_given(message, name)` tells them apart, and the two messages are not equal.
 """
 
@@ -26,7 +23,7 @@ from tinsmith.errors import InvalidInputError, UnknownFieldError
 from tinsmith.wire.model_methods import ModelField, ModelMethods, check_options
 
 NOT_GIVEN: Any = msgspec.UNSET
-"""Default of an optional field that stays off the wire. Typed Any so that a field's annotation is what readers get."""
+"""The default of an optional field that is not sent unless it is set. Typed Any so that it fits every annotation."""
 
 T = TypeVar("T")
 
@@ -37,12 +34,16 @@ PositiveInt: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 
 
 def since(version: str) -> msgspec.Meta:
-    """Marks a field with the release that brought it; encoding for an older server leaves it out."""
+    """Note which release of the official client first had a field; absent: 0.3 had it.
+
+    This documents the protocol and changes nothing at run time. tests/contract/test_completeness.py compares every note
+    with the official releases.
+    """
     return msgspec.Meta(extra={"since": version})
 
 
 def dec_hook(type_: type[T], value: Any) -> T:
-    """Build one of our numpy-backed types from decoded JSON."""
+    """Build one of the value types (`wire/values`) from decoded JSON."""
     from_builtins: Callable[[Any], T] | None = getattr(type_, "from_builtins", None)
     if from_builtins is None:
         raise NotImplementedError(f"{type_!r} is not a wire type")
@@ -50,19 +51,19 @@ def dec_hook(type_: type[T], value: Any) -> T:
 
 
 def enc_hook(value: Any) -> Any:
-    """Reduce one of our numpy-backed types to what JSON has."""
+    """Reduce one of the value types (`wire/values`) to what JSON can hold."""
     to_builtins = getattr(value, "to_builtins", None)
     if to_builtins is None:
         number = _plain_scalars(value)
         if number is not value:
             return number
         kind = type(value).__name__
-        raise InvalidInputError(f"a {kind} cannot be sent as JSON; use texts, numbers, lists and dicts of them")
+        raise InvalidInputError(f"a value of type {kind} cannot be sent as JSON; use strings, numbers, lists and dicts")
     return to_builtins()
 
 
 class MessageMeta(msgspec.StructMeta):
-    """Makes construction strict, and not-given fields read as None."""
+    """Makes construction strict, and lets fields that were not given read as None."""
 
     def __new__(mcls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any) -> MessageMeta:
         cls = super().__new__(mcls, name, bases, namespace, **options)
@@ -76,23 +77,19 @@ class MessageMeta(msgspec.StructMeta):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         struct = cast(Any, cls)
         values = _bind(struct, args, kwargs)
-        for name, value in values.items():
-            _check_finite(cls.__name__, name, value)
         try:
-            return msgspec.convert(values, struct, dec_hook=dec_hook)
-        except msgspec.ValidationError:
-            plain = {key: _plain_scalars(value) for key, value in values.items()}
-            try:
-                return msgspec.convert(plain, struct, dec_hook=dec_hook)
-            except msgspec.ValidationError as error:
-                raise InvalidInputError(f"{cls.__name__}: {describe(error, cls)}", field=field_of(error)) from None
+            return _checked(struct, values)
+        except msgspec.ValidationError as error:
+            raise InvalidInputError(f"{cls.__name__}: {describe(error, cls)}", field=field_of(error)) from None
+        except RecursionError:
+            raise InvalidInputError(f"{cls.__name__}: a value is nested too deeply") from None
 
 
 class Message(ModelMethods, msgspec.Struct, frozen=True, kw_only=True, metaclass=MessageMeta):
     """A frozen wire message."""
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with some fields replaced; the new values are checked."""
+        """Return a copy with some fields replaced; the new values are checked."""
         source = copy.deepcopy(self) if deep else self
         names = zip(self.__struct_encode_fields__, self.__struct_fields__, strict=True)
         values = {wire_name: raw(source, name) for wire_name, name in names}
@@ -100,7 +97,7 @@ class Message(ModelMethods, msgspec.Struct, frozen=True, kw_only=True, metaclass
 
     @classmethod
     def model_validate(cls, value: Any, **options: Any) -> Self:
-        """Read plain values as a server's answer would be read: unknown fields are ignored."""
+        """Read plain values as a response is read: unknown fields are ignored."""
         check_options("model_validate", options)
         try:
             return msgspec.convert(value, cls, dec_hook=dec_hook)
@@ -134,7 +131,7 @@ class Message(ModelMethods, msgspec.Struct, frozen=True, kw_only=True, metaclass
 
 
 class Tagged(Message, frozen=True, kw_only=True, tag_field="type"):
-    """A member of a discriminated union: its `type` literal always travels."""
+    """A member of a discriminated union; its `type` literal is always sent."""
 
     @property
     def type(self) -> str:
@@ -142,7 +139,7 @@ class Tagged(Message, frozen=True, kw_only=True, tag_field="type"):
 
 
 def raw(message: msgspec.Struct, name: str) -> Any:
-    """The stored value of a field: NOT_GIVEN where the attribute would read None."""
+    """Return the stored value of a field, which may be NOT_GIVEN where the attribute reads None."""
     for cls in type(message).__mro__:
         descriptor = cls.__dict__.get(name)
         if isinstance(descriptor, property) and descriptor.fget is not None:
@@ -153,12 +150,12 @@ def raw(message: msgspec.Struct, name: str) -> Any:
 
 
 def is_given(message: msgspec.Struct, name: str) -> bool:
-    """Whether an optional field was given, be it as None."""
+    """Whether an optional field was given, even as None."""
     return raw(message, name) is not NOT_GIVEN
 
 
 def store(message: msgspec.Struct, name: str, value: Any) -> None:
-    """Set a field of a message that is being built (`__post_init__` only: messages are frozen)."""
+    """Set a field while a message is built (only in `__post_init__`; messages are frozen)."""
     for cls in type(message).__mro__:
         descriptor = cls.__dict__.get(name)
         if descriptor is not None:
@@ -168,7 +165,7 @@ def store(message: msgspec.Struct, name: str, value: Any) -> None:
 
 
 def describe(error: msgspec.ValidationError, type_: Any = None) -> str:
-    """A validation error with the field first and, for a wrong literal, what is allowed there."""
+    """Return the text of a validation error: the field first and, for a wrong literal, the allowed ones."""
     where = field_of(error)
     if where is None:
         return str(error)
@@ -178,13 +175,13 @@ def describe(error: msgspec.ValidationError, type_: Any = None) -> str:
 
 
 def field_of(error: msgspec.ValidationError) -> str | None:
-    """The path of the field that a validation error is about."""
+    """Return the path of the field that a validation error is about."""
     text, _, path = str(error).rpartition(" - at `$")
     return path.rstrip("`").lstrip(".") or None if text else None
 
 
 def _literals_at(type_: Any, path: str) -> tuple[Any, ...]:
-    """The literals that a message type allows at a path such as `loss_fn` or `owner.type`."""
+    """Return the literals that a message type allows at a path such as `loss_fn` or `owner.type`."""
     info = msgspec.inspect.type_info(type_) if type_ is not None else None
     for name in re.findall(r"[^.\[\]]+", path):
         if isinstance(info, msgspec.inspect.StructType):
@@ -199,7 +196,7 @@ def _literals_at(type_: Any, path: str) -> tuple[Any, ...]:
 
 
 def _none_if_not_given(member: MemberDescriptorType, fallback: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    """Reads a stored field; one that was not given is None, or what the class's `_read_<field>` says."""
+    """Return a getter: None for a field that was not given, or what the class's `_read_<field>` returns."""
     stored = member.__get__
 
     def read(message: Any) -> Any:
@@ -214,10 +211,10 @@ def _none_if_not_given(member: MemberDescriptorType, fallback: Callable[[Any], A
 
 
 def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by field name, not-given ones dropped."""
+    """Return the arguments by field name, without those that are NOT_GIVEN."""
     names = cls.__struct_encode_fields__
     if len(args) > len(names):
-        raise UnknownFieldError(f"{cls.__name__} has {len(names)} fields, got {len(args)} values")
+        raise UnknownFieldError(f"{cls.__name__} has {len(names)} fields, got {len(args)} arguments")
     tag, tag_field = cls.__struct_config__.tag, cls.__struct_config__.tag_field
     positional = dict(zip(names, args, strict=False))
     for name in positional.keys() & kwargs.keys():
@@ -226,7 +223,7 @@ def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     for name, value in (positional | kwargs).items():
         if name == tag_field and tag is not None:
             if value != tag:
-                raise InvalidInputError(f"{cls.__name__}: {name} is {tag!r}, not {value!r}", field=name)
+                raise InvalidInputError(f"{cls.__name__}: {name} must be {tag!r}, got {value!r}", field=name)
         elif name not in names:
             raise UnknownFieldError(f"{cls.__name__} has no field {name!r}{_suggest(name, cls)}", field=name)
         elif value is not msgspec.UNSET:
@@ -234,8 +231,18 @@ def _bind(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     return values
 
 
+def _checked(cls: Any, values: dict[str, Any]) -> Any:
+    for name, value in values.items():
+        _check_finite(cls.__name__, name, value)
+    try:
+        return msgspec.convert(values, cls, dec_hook=dec_hook)
+    except msgspec.ValidationError:
+        plain = {key: _plain_scalars(value) for key, value in values.items()}
+        return msgspec.convert(plain, cls, dec_hook=dec_hook)
+
+
 def _check_finite(cls_name: str, where: str, value: Any) -> None:
-    """JSON has no NaN and no infinity; writing null instead would be another value."""
+    """Refuse NaN and infinity, which JSON cannot hold; msgspec would silently write null instead."""
     if isinstance(value, dict):
         for key, item in value.items():
             _check_finite(cls_name, f"{where}[{key!r}]", item)
@@ -255,7 +262,7 @@ def _suggest(name: str, cls: Any) -> str:
 
 
 def _plain_scalars(value: Any) -> Any:
-    """numpy and other scalars that know their Python value (`item`), tuples that stand for lists."""
+    """Turn numpy scalars (anything with `item()`) into Python numbers, and tuples into lists."""
     if isinstance(value, (list, tuple)):
         return [_plain_scalars(item) for item in value]
     if isinstance(value, Mapping):

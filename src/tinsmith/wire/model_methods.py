@@ -1,8 +1,7 @@
 """The methods that programs written for pydantic models call: `model_dump` and its siblings, and `model_fields`.
 
-Owns: dumping to plain values with pydantic's selections, and what a field is.
-Does not know: any type. Each says what its fields are, what they hold, and how it is read and copied.
-(Compared with the official types in tests/contract/test_surface_contract.py.)
+The official types are pydantic models and ours are not; this mix-in gives them the same surface, which
+tests/contract/test_surface_contract.py compares. Each type says what its fields are and how it is read and copied.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ import msgspec
 from tinsmith.errors import InvalidInputError, UnknownFieldError
 
 Selection: TypeAlias = Mapping[Any, "Selection | None"]
-"""Which keys or positions are meant; None below a key means all of it."""
+"""Which keys or positions are selected; None as the value of a key selects all of it."""
 
 EVERY = "__all__"
-"""The key of a selection that stands for every position."""
+"""The key of a selection that means every position."""
 WITHOUT_EFFECT = frozenset(
     {
         "by_alias",
@@ -34,12 +33,12 @@ WITHOUT_EFFECT = frozenset(
         "warnings",
     }
 )
-"""Options of pydantic that change nothing for types like ours."""
+"""Options of pydantic that are accepted and have no effect on these types."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelField:
-    """A field of a type: what it may hold, and what it holds when it is not given."""
+    """A field of a type: its annotation and its default."""
 
     annotation: Any
     default: Any = msgspec.NODEFAULT
@@ -49,7 +48,7 @@ class ModelField:
         return self.default is msgspec.NODEFAULT and self.default_factory is None
 
     def get_default(self, *, call_default_factory: bool = False) -> Any:
-        """The default; that of a factory only if asked for, else None."""
+        """Return the default; call a factory only if `call_default_factory` is set, else return None."""
         if self.default_factory is None:
             return self.default
         return self.default_factory() if call_default_factory else None
@@ -59,7 +58,7 @@ class ModelField:
 
 
 class _Fields:
-    """`model_fields`, of a type and of its values."""
+    """The descriptor of `model_fields`, for a type and for its instances."""
 
     def __get__(self, value: Any, owner: type[ModelMethods]) -> dict[str, ModelField]:
         return owner._fields_of_model()
@@ -67,7 +66,7 @@ class _Fields:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What is left out of a dump, and whether its values are those of JSON."""
+    """The options of a dump: what to leave out, and whether values must be JSON's."""
 
     as_json: bool
     unset: bool
@@ -84,7 +83,7 @@ class _Left:
 
 
 class ModelMethods:
-    """What pydantic's models have and programs use. A type adds the four methods that raise here."""
+    """The methods of pydantic models that programs use. A type implements the four that raise here."""
 
     __slots__ = ()
 
@@ -101,26 +100,26 @@ class ModelMethods:
         exclude_none: bool = False,
         **options: Any,
     ) -> dict[str, Any]:
-        """The fields as plain values; with `mode="json"` only such as JSON has.
+        """Return the fields as plain values; with `mode="json"` only values that JSON can hold.
 
-        `include` and `exclude` name fields, or select below them: `{"chunks": {0: {"tokens"}}}`. It is not recorded
-        whether a field was given: one that holds its default counts as unset, but for None where that was given.
+        `include` and `exclude` name fields, or select inside them: `{"chunks": {0: {"tokens"}}}`. A field that holds
+        its default counts as unset, except None that was given explicitly.
         """
         check_options("model_dump", options)
         if mode not in ("python", "json"):
-            raise InvalidInputError(f"mode: 'python' or 'json', not {mode!r}", field="mode")
+            raise InvalidInputError(f"mode: must be 'python' or 'json', got {mode!r}", field="mode")
         left = _Left(mode == "json", exclude_unset, exclude_defaults, exclude_none)
         dumped: dict[str, Any] = _dump(self, left, _selection("include", include), _selection("exclude", exclude))
         return dumped
 
     def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
-        """The message as JSON text, with null for what is None; takes what `model_dump` takes."""
+        """Return the message as JSON, with null for None; takes the options of `model_dump`."""
         encoded = msgspec.json.encode(self.model_dump(mode="json", **options))
         return (encoded if indent is None else msgspec.json.format(encoded, indent=indent)).decode()
 
     @classmethod
     def model_validate_json(cls, text: str | bytes | bytearray, **options: Any) -> Self:
-        """Read JSON text as `model_validate` reads plain values."""
+        """Read JSON as `model_validate` reads plain values."""
         try:
             value = msgspec.json.decode(text)
         except (msgspec.DecodeError, UnicodeError, RecursionError, TypeError) as error:
@@ -129,11 +128,11 @@ class ModelMethods:
 
     @classmethod
     def model_validate(cls, value: Any, **options: Any) -> Self:
-        """Read plain values as a server's answer would be read: unknown fields are ignored."""
+        """Read plain values as a response is read: unknown fields are ignored."""
         raise NotImplementedError
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """A copy with some fields replaced; the new values are checked."""
+        """Return a copy with some fields replaced; the new values are checked."""
         raise NotImplementedError
 
     @classmethod
@@ -141,7 +140,7 @@ class ModelMethods:
         raise NotImplementedError
 
     def _values_of_model(self) -> Iterator[tuple[str, Any]]:
-        """What the fields hold, in the order of a dump."""
+        """Yield the fields and their values, in the order of a dump."""
         raise NotImplementedError
 
     def _is_set(self, name: str, field: ModelField) -> bool:
@@ -150,7 +149,7 @@ class ModelMethods:
 
 
 def check_options(method: str, options: Iterable[str]) -> None:
-    """Refuse what is no option of pydantic's method of this name."""
+    """Refuse options that pydantic's method of this name does not have."""
     for name in options:
         if name not in WITHOUT_EFFECT:
             raise UnknownFieldError(f"{method} has no option {name!r}", field=name)
@@ -186,7 +185,7 @@ def _dump_items(
 
 
 def _below(selection: Selection, key: Any, length: int | None) -> tuple[bool, Selection | None]:
-    """Whether a key (of a list: a position, from either end) is selected, and what below it."""
+    """Return whether a key (or a position, from either end) is selected, and the selection inside it."""
     names = [key] if length is None else [key, key - length, EVERY]
     found = [selection[name] for name in names if name in selection]
     merged: dict[Any, Selection | None] = {}
@@ -198,11 +197,11 @@ def _below(selection: Selection, key: Any, length: int | None) -> tuple[bool, Se
 
 
 def _selection(name: str, given: Any) -> Selection | None:
-    """A selection as users write it: names, or names with True or a further selection below them."""
+    """Read a selection as users write it: names, or names with True or another selection as the value."""
     if given is None:
         return None
     if isinstance(given, Mapping):
         return {key: None if below in (True, ...) else _selection(name, below) for key, below in given.items()}
     if isinstance(given, (set, frozenset, list, tuple)):
         return dict.fromkeys(given)
-    raise InvalidInputError(f"{name}: expected names of fields, got {type(given).__name__}", field=name)
+    raise InvalidInputError(f"{name}: expected field names, got {type(given).__name__}", field=name)

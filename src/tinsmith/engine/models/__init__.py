@@ -1,1 +1,5 @@
-"""Models: their shapes, weights and tokenizers, from whatever file they come in."""
+"""Base models: configuration, weights, tokenizer, and the decoder that training and sampling share.
+
+`load` reads a model from a Hugging Face directory, a GGUF file or the hub (`sources`), and `decoder` is its forward
+pass. `tiny` writes small random models for tests. Start with `load`.
+"""

@@ -1,7 +1,6 @@
-"""ModelConfig: the shape of a decoder, read from a Hugging Face `config.json`.
+"""ModelConfig: the architecture of a decoder, read from a Hugging Face `config.json`.
 
-Owns: which architectures and settings are supported; anything else is refused by name.
-Does not know: weights, tensors, torch. (GGUF metadata becomes a ModelConfig in `gguf_config`.)
+Architectures and settings that are not supported are rejected by name. `gguf_read` makes a ModelConfig of a GGUF file.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ ROPE_KINDS: tuple[str, ...] = get_args(RopeKind)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """How positions turn queries and keys. What a kind does not use stays at its default."""
+    """How positions rotate queries and keys. Fields that a kind does not use keep their defaults."""
 
     kind: RopeKind = "default"
     theta: float = 10000.0
     factor: float = 1.0
-    """Stretching of the context (linear, llama3, yarn)."""
+    """How much the context is stretched (linear, llama3, yarn)."""
     original_context_length: int = 0
     """Context before stretching (llama3, yarn)."""
     low_freq_factor: float = 1.0
@@ -36,15 +35,15 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     factors: tuple[float, ...] = ()
-    """One divisor per frequency (factors; what GGUF files hold for Llama 3)."""
+    """A divisor per frequency (factors; GGUF files have these for Llama 3)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Everything that decides the arithmetic of a decoder, apart from its weights."""
+    """Everything that defines a decoder's computation except its weights."""
 
     architecture: str
-    """Hugging Face name of the class, such as LlamaForCausalLM."""
+    """The Hugging Face class name, such as LlamaForCausalLM."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -53,7 +52,7 @@ class ModelConfig:
     head_dim: int
     intermediate_size: int
     max_context_length: int
-    """Tokens of the longest sequence."""
+    """Tokens in the longest possible sequence."""
     rope: RopeConfig = RopeConfig()
     norm_eps: float = 1e-6
     has_qk_norm: bool = False
@@ -63,9 +62,9 @@ class ModelConfig:
     has_mlp_bias: bool = False
     tie_embeddings: bool = False
     sliding_windows: tuple[int | None, ...] = ()
-    """Per layer: tokens that a query sees, itself included; None or empty: all before it."""
+    """Per layer: how many tokens a query sees, including itself; None or empty: all earlier ones."""
     rope_layers: tuple[bool, ...] = ()
-    """Per layer: whether positions are rotated in; empty: in all (SmolLM3 leaves some out)."""
+    """Per layer: whether it uses rotary positions; empty: all do (SmolLM3 skips some)."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -86,7 +85,7 @@ class ModelConfig:
                 raise InvalidInputError(f"{name}: must be a whole number above 0, got {value!r}", field=name)
         if self.num_heads % self.num_kv_heads:
             raise InvalidInputError(
-                f"num_heads: {self.num_heads} query heads cannot share {self.num_kv_heads} key/value heads evenly",
+                f"num_heads: {self.num_heads} query heads are not a multiple of {self.num_kv_heads} key/value heads",
                 field="num_heads",
             )
         if self.head_dim % 2:
@@ -94,12 +93,12 @@ class ModelConfig:
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together."""
+        """The width of all query heads together."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Width of all key (or value) heads together."""
+        """The width of all key (or value) heads together."""
         return self.num_kv_heads * self.head_dim
 
     def sliding_window(self, layer: int) -> int | None:
@@ -109,7 +108,7 @@ class ModelConfig:
         return self.rope_layers[layer] if self.rope_layers else True
 
     def module_shape(self, module: str) -> tuple[int, int]:
-        """(outputs, inputs) of a linear, by its Hugging Face name."""
+        """Return (outputs, inputs) of a linear, by its Hugging Face name."""
         D, E = self.hidden_size, self.intermediate_size
         shapes = {
             "q_proj": (self.query_size, D),
@@ -124,7 +123,7 @@ class ModelConfig:
         return shapes[module]
 
     def parameter_count(self) -> int:
-        """Weights of the model, tied ones counted once."""
+        """Return the number of weights; tied ones count once."""
         D = self.hidden_size
         linears = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
         per_layer = sum(rows * columns for rows, columns in map(self.module_shape, linears)) + 2 * D
@@ -137,7 +136,7 @@ class ModelConfig:
 
 
 def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
-    """The config that a Hugging Face `config.json` describes."""
+    """Return the ModelConfig of a Hugging Face `config.json`."""
     names = values.get("architectures") or []
     architecture = names[0] if names else f"model_type {values.get('model_type')!r}"
     family = _FAMILIES.get(architecture)
@@ -256,7 +255,7 @@ ARCHITECTURES = frozenset(_FAMILIES)
 
 
 def _windows(values: Mapping[str, Any], layers: int, is_sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
-    """The window of each layer, where `use_sliding_window` turns them on at all."""
+    """Return the window of each layer, if `use_sliding_window` enables them at all."""
     window = values.get("sliding_window", 4096)
     if not values.get("use_sliding_window", False) or window is None:
         return ()
@@ -270,7 +269,7 @@ def _windows(values: Mapping[str, Any], layers: int, is_sliding: Callable[[int],
 
 
 def rope_from_hf(values: Mapping[str, Any], default_theta: float = 10000.0) -> RopeConfig:
-    """Both spellings: `rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling`."""
+    """Read either form: `rope_parameters` (transformers 5), or `rope_theta` with `rope_scaling`."""
     given: dict[str, Any] = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
     kind: Any = given.get("rope_type") or given.get("type") or "default"
     if kind not in ROPE_KINDS or kind == "factors":

@@ -1,7 +1,7 @@
-"""Decoder: frozen base weights and the one forward pass that training and sampling share.
+"""The decoder: the frozen base weights, and the reference forward pass that training and sampling are compared with.
 
-Owns: the arithmetic of a layer, and the fused layout of its weights (queries, keys and values as one matrix, gate and
-up as one). Does not know: causality and caches (the `attend` argument), batching, losses.
+Linears that read the same input are stored as one matrix (queries, keys and values; gate and up). Causality and caching
+are left to the `attend` argument.
 
 Shapes: T tokens, D hidden, E outputs of a linear, I intermediate, H query heads, K key/value heads, C head dim,
 V vocabulary.
@@ -17,47 +17,47 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.nn.functional import embedding, linear, silu
 
+from tinsmith.engine.cpu.linear import Product, product_kind, transposed_product, weight_product
+from tinsmith.engine.models.attention import Rope, rotate
 from tinsmith.engine.models.config import ModelConfig
-from tinsmith.engine.models.rope import Rope, rotate
-from tinsmith.engine.packed_linear import Product, product_kind, transposed_product, weight_product
 
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""attend(layer, q_THC, k_TKC, v_TKC) -> out_THC, with rotated queries and keys; the scale is 1 / sqrt(C)."""
+"""attend(layer, q_THC, k_TKC, v_TKC) returns out_THC, for rotated queries and keys; the scale is 1 / sqrt(C)."""
 ReadTensor: TypeAlias = Callable[[str], torch.Tensor]
-"""A weight by its Hugging Face name."""
+"""Returns a weight by its Hugging Face name."""
 
 
 class Adapter(Protocol):
-    """Something that changes the output of linears."""
+    """An adapter, which changes the output of linears."""
 
     def apply(self, layer: int | None, module: str, x_TD: torch.Tensor, y_TE: torch.Tensor) -> torch.Tensor:
-        """y_TE with this adapter's part for x_TD added. Without autograd it may be written into y_TE itself.
+        """Return y_TE plus this adapter's output for x_TD; without autograd, y_TE may be changed in place.
 
-        Modules have their Hugging Face names; `lm_head` comes with layer None.
+        Modules have their Hugging Face names; `lm_head` has layer None.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Linear:
-    """One matrix product, its bias if it has one; several modules may be stacked in it."""
+    """One matrix product with an optional bias; several modules may be stacked in it."""
 
     weight_ED: torch.Tensor
     bias_E: torch.Tensor | None = None
     copies_back: bool = False
-    """Whether there is memory for a copy of the weights that makes the backward pass faster."""
+    """Whether there is memory for a second copy of the weights, which makes the backward pass faster."""
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         return linear(x_TD, self.weight_ED, self.bias_E)
 
     @functools.cached_property
     def product(self) -> Product:
-        """The same without gradients, by the fastest kernel that there is."""
+        """The product without gradients, with the fastest kernel."""
         return weight_product(self.weight_ED, self.bias_E)
 
     @functools.cached_property
     def back(self) -> Product:
-        """From a gradient at the output to that at the input: g_TE -> g_TE W."""
+        """Maps the gradient of the output to that of the input: g_TE to g_TE W."""
         weight_ED = self.weight_ED
         return transposed_product(weight_ED) if self.copies_back else lambda g_TE: g_TE @ weight_ED
 
@@ -77,12 +77,12 @@ class Layer:
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight, the mean in float32."""
+    """Return x / rms(x) * weight, with the mean in float32."""
     return torch.rms_norm(x_TD, (x_TD.shape[-1],), weight_D, eps)
 
 
 class Decoder:
-    """A decoder of the Llama kind; which one is said by its config."""
+    """A decoder of the Llama kind; its config says which one."""
 
     def __init__(
         self,
@@ -109,14 +109,14 @@ class Decoder:
 
     @property
     def products(self) -> str:
-        """Which kernels multiply by the weights, forward and back: what results depend on."""
+        """Return which kernels multiply by the weights, forward and backward: the bits of results depend on it."""
         kind = product_kind(self.device, self.dtype)
         return f"{kind} {kind if self.layers[0].qkv.copies_back else 'torch'}"
 
     def hidden(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, adapter: Adapter | None = None
     ) -> torch.Tensor:
-        """hidden_TD after the final norm."""
+        """Return hidden_TD after the final norm."""
         x_TD = embedding(tokens_T, self.embedding_VD)
         angles = self.rope.angles(positions_T)
         for index, layer in enumerate(self.layers):
@@ -129,11 +129,11 @@ class Decoder:
         return rms_norm(x_TD, self.norm_D, self.config.norm_eps)
 
     def unembed(self, hidden_TD: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
-        """logits_TV in float32."""
+        """Return logits_TV in float32."""
         return _adapted(adapter, None, "lm_head", hidden_TD, self.unembedding(hidden_TD).float())
 
     def logits(self, hidden_TD: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor:
-        """The same without gradients, by the fastest kernel that there is."""
+        """Return logits_TV in float32, without gradients, with the fastest kernel."""
         return _adapted(adapter, None, "lm_head", hidden_TD, self.unembedding.product(hidden_TD).float())
 
     def _queries_keys_values(
@@ -180,7 +180,7 @@ def build_decoder(
     dtype: torch.dtype = torch.float32,
     copies_back: bool = False,
 ) -> Decoder:
-    """A decoder from weights by name; each is read once and put where it belongs."""
+    """Build a decoder from weights by name; each is read once."""
 
     def get(name: str) -> torch.Tensor:
         return read(name).to(device=device, dtype=dtype)
@@ -219,7 +219,7 @@ def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every weight of the model by its Hugging Face name."""
+    """Return the shape of every weight by its Hugging Face name."""
     D, C = config.hidden_size, config.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, D)}
     biased = {

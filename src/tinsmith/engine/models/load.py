@@ -1,7 +1,6 @@
-"""load_model: from a directory, a GGUF file or a hub id to a decoder with its tokenizer.
+"""Loads a model from a directory, a GGUF file or a hub id, as a decoder with its tokenizer.
 
-Owns: choosing the reader, and refusing a model that does not fit into memory before reading it.
-Does not know: adapters, training, sampling.
+A model that does not fit into memory is rejected before it is read.
 """
 
 from __future__ import annotations
@@ -14,28 +13,28 @@ from pathlib import Path
 
 import torch
 
-from tinsmith.engine.models import hub
+from tinsmith.engine.cpu.linear import can_pack
+from tinsmith.engine.models import sources
+from tinsmith.engine.models.bpe_tokenizer import write_tokenizer
 from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.models.decoder import Decoder, build_decoder
-from tinsmith.engine.models.gguf_file import GgufFile
-from tinsmith.engine.models.safetensors_dir import SafetensorsDirectory
-from tinsmith.engine.models.tokenizer import write_tokenizer
-from tinsmith.engine.packed_linear import can_pack
+from tinsmith.engine.models.gguf_read import GgufFile
+from tinsmith.engine.models.hf_directory import SafetensorsDirectory
 from tinsmith.errors import InvalidInputError, TinkerError
 
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Where Linux says what a container may use, in the second and in the first version of control groups."""
+"""Where Linux reports a container's memory limit (cgroups v2 and v1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model ready for work."""
+    """A loaded model."""
 
     source: str
     config: ModelConfig
     decoder: Decoder
     tokenizer_dir: Path
-    """Holds tokenizer.json and tokenizer_config.json."""
+    """Contains tokenizer.json and tokenizer_config.json."""
     chat_template: str | None
 
 
@@ -49,7 +48,7 @@ def load_model(
 ) -> LoadedModel:
     """Load a model from a Hugging Face directory, a `.gguf` file or a hub id.
 
-    The tokenizer of a GGUF file is written below `cache_dir`. A model larger than the free memory is refused.
+    The tokenizer of a GGUF file is written to `cache_dir`. Raise if the model is larger than the free memory.
     """
     path = Path(source)
     if path.is_file() and path.suffix == ".gguf":
@@ -58,7 +57,7 @@ def load_model(
         tokenizer_dir = gguf_tokenizer(file, cache_dir)
         decoder = build_decoder(file.config, file.read, device, dtype, has_plenty(file.config, dtype))
     else:
-        directory = path if path.is_dir() else hub.fetch(str(source), revision)
+        directory = path if path.is_dir() else sources.fetch(str(source), revision)
         files = SafetensorsDirectory(directory)
         _check_fits(files.config, device, dtype)
         tokenizer_dir = directory
@@ -73,7 +72,7 @@ def load_model(
 
 
 def read_chat_template(directory: Path) -> str | None:
-    """The chat template of a tokenizer: a file of its own, or a key of tokenizer_config.json."""
+    """Return the chat template of a tokenizer: from its own file, or from tokenizer_config.json."""
     own = directory / "chat_template.jinja"
     if own.exists():
         return own.read_text(encoding="utf-8")
@@ -87,24 +86,24 @@ def read_chat_template(directory: Path) -> str | None:
 
 
 def memory_needed(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> int:
-    """Bytes of the weights and of the copy that is laid out for products, and of the largest matrix once more while it
-    is converted."""
+    """Return the bytes of the weights, of the copy that is laid out for products, and of one matrix being converted."""
     largest = config.vocab_size * config.hidden_size * 4
     copies = 2 if can_pack(torch.device(device), dtype) else 1
     return copies * config.parameter_count() * dtype.itemsize + largest
 
 
 def has_plenty(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether another copy of the weights is nothing to this machine: at most an eighth of its memory.
+    """Return whether this machine can spare another copy of the weights: at most an eighth of its memory.
 
-    By what is built in, not by what is free: which products are used must not change from start to start.
+    This depends on the installed memory, not on what is free: the choice of kernels must not change from start to
+    start.
     """
     built_in = built_in_bytes()
     return built_in is not None and 8 * config.parameter_count() * dtype.itemsize <= built_in
 
 
 def built_in_bytes(device: torch.device | str = "cpu") -> int | None:
-    """Memory of the machine, of the container that this runs in, or of a CUDA device; None where it cannot be told."""
+    """Return the memory of the machine, of the container, or of a CUDA device; None if unknown."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     try:
@@ -117,12 +116,12 @@ def built_in_bytes(device: torch.device | str = "cpu") -> int | None:
 def _limit(path: Path) -> int | None:
     try:
         return int(path.read_text())
-    except (OSError, ValueError):  # not there, or `max`
+    except (OSError, ValueError):  # the file does not exist, or says `max`
         return None
 
 
 def available_bytes(device: torch.device | str) -> int | None:
-    """Free memory of the device; None where it cannot be told."""
+    """Return the free memory of the device; None if unknown."""
     if torch.device(device).type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     try:
@@ -139,17 +138,17 @@ def _check_fits(config: ModelConfig, device: torch.device | str, dtype: torch.dt
     if available is not None and needed > available:
         raise TinkerError(
             f"the model needs {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} "
-            f"({config.parameter_count():,} weights), {available / 1e9:.1f} GB are free; "
+            f"({config.parameter_count():,} weights), but only {available / 1e9:.1f} GB are free; "
             "choose a smaller model or dtype, or free memory"
         )
 
 
 def gguf_tokenizer(file: GgufFile, cache_dir: Path) -> Path:
-    """Write the tokenizer of a GGUF file, once; its directory is named after its content."""
+    """Write the tokenizer of a GGUF file, once, to a directory that is named after its contents; return it."""
     tokenizer = file.tokenizer()
     if len(tokenizer.tokens) > file.config.vocab_size:
         raise InvalidInputError(
-            f"{file.path}: the tokenizer has {len(tokenizer.tokens)} tokens, the model {file.config.vocab_size}"
+            f"{file.path}: the tokenizer has {len(tokenizer.tokens)} tokens, but the model has {file.config.vocab_size}"
         )
     digest = hashlib.sha256(repr(tokenizer).encode()).hexdigest()[:16]
     directory = cache_dir / f"tokenizer-{digest}"

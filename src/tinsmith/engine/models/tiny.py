@@ -1,6 +1,6 @@
-"""Tiny random models with a working tokenizer: for tests, and to try a server without any download.
+"""Writes tiny random models as complete Hugging Face directories, with a working tokenizer and chat template.
 
-Owns: writing a complete Hugging Face directory (weights, config, byte-level tokenizer, chat template).
+They serve tests, and trying out a server without a download.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tinsmith.engine.models.bpe_tokenizer import BpeTokenizer, byte_alphabet, write_tokenizer
 from tinsmith.engine.models.config import config_from_hf
 from tinsmith.engine.models.decoder import weight_shapes
-from tinsmith.engine.models.tokenizer import BpeTokenizer, byte_alphabet, write_tokenizer
 from tinsmith.errors import InvalidInputError
 
 FAMILIES: Mapping[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ CHAT_TEMPLATE = (
 
 
 def make_tiny(directory: Path, family: str = "llama", seed: int = 0, **sizes: Any) -> Path:
-    """Write a tiny model; `sizes` are keys of `config.json`. The same arguments give the same files."""
+    """Write a tiny model; `sizes` override keys of `config.json`. The same arguments give the same files."""
     if family not in FAMILIES:
         raise InvalidInputError(f"family: {family!r} is not one of {', '.join(FAMILIES)}", field="family")
     tokenizer = _byte_tokenizer()
@@ -64,7 +64,7 @@ def make_tiny(directory: Path, family: str = "llama", seed: int = 0, **sizes: An
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Norms near one, biases small, matrices so that activations keep their size."""
+    """Return random weights: norms near one, small biases, and matrices that keep the size of activations."""
     noise = torch.randn(shape, generator=generator)
     if "norm" in name:
         return 1 + 0.1 * noise
@@ -74,7 +74,7 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
 
 
 def _byte_tokenizer() -> BpeTokenizer:
-    """Three special tokens, one token per byte, and a few merges."""
+    """Return a tokenizer with three special tokens, one token per byte, and a few merges."""
     merges = (("t", "h"), ("th", "e"), ("\u0120", "the"), ("a", "n"), ("an", "d"))
     tokens = (*SPECIAL_TOKENS, *byte_alphabet(), *(left + right for left, right in merges))
     return BpeTokenizer(

@@ -1,4 +1,4 @@
-"""Training runs and checkpoints as REST shows and changes them."""
+"""Training runs and checkpoints: list, show, delete, publish, download."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any
 
 import msgspec
 
-from tinsmith.engine.base import LoraSpec
-from tinsmith.server.calls import NOTHING, Answer, Call, Handlers, reply
-from tinsmith.server.files import replacing
-from tinsmith.server.retention import delete_checkpoint as delete_files
-from tinsmith.server.routes.sessions import texts
+from tinsmith.engine.protocol import LoraSpec
+from tinsmith.errors import LimitExceededError
+from tinsmith.server.call import NOTHING, Answer, Call, Handlers, reply, reply_long
+from tinsmith.server.checkpoints.retention import delete_checkpoint as delete_files
+from tinsmith.server.data_dir import ARCHIVE, replacing, still_there
+from tinsmith.server.redaction import redacted_text
+from tinsmith.server.routes.sessions import MAX_PAGE_BYTES, check_page, texts
 from tinsmith.server.routes.weights import audit, check_ttl
 from tinsmith.server.services import Services
 from tinsmith.store.base import statement
-from tinsmith.store.rows import CheckpointRow, CountRow, ModelRow
-from tinsmith.wire import runs as wire
-from tinsmith.wire.weights import (
+from tinsmith.store.rows import CheckpointRow, CountRow, ModelRow, SizeRow
+from tinsmith.wire.messages import runs as wire
+from tinsmith.wire.messages.weights import (
     KINDS,
     CheckpointArchiveUrlResponse,
     ExternalWeightsUrlsResponse,
@@ -29,30 +31,26 @@ from tinsmith.wire.weights import (
 )
 
 EXTERNAL_SINCE = (0, 28)
-"""Older releases refuse a list that holds a checkpoint type they do not know."""
+"""Older releases reject a list with a checkpoint type they do not know."""
 MAX_PAGE = 1000
-ARCHIVE = ".archive.tar"
-"""In the directory of a checkpoint, from the first time that it is asked for."""
 
 
 async def list_training_runs(services: Services, call: Call) -> Answer:
     query, caller = call.query, call.caller
     limit = min(query.limit, MAX_PAGE)
-    page = {"limit": limit, "offset": query.offset}
-    if query.project_id is not None:
-        owner: dict[str, str] = {"project_id": query.project_id, "org_id": caller.org_id}
-        name = "org_project"
-        if query.access_scope != "accessible":
-            owner["user_id"], name = caller.user_id, "user_project"
-    elif query.access_scope == "accessible":
-        owner, name = {"org_id": caller.org_id}, "org"
-    else:
-        owner, name = {"user_id": caller.user_id}, "user"
-    rows = await services.store.read(ModelRow, f"models_of_{name}", **owner, **page)
+    project_id = query.project_id if query.project_id is not None else caller.project_id
+    if not caller.sees(caller.org_id, project_id):
+        return reply(wire.TrainingRunsResponse(training_runs=[], cursor=_cursor(query.offset, limit, 0)))
+    owner: dict[str, str | None] = {"org_id": caller.org_id, "project_id": project_id}
+    name = "org"
+    if query.access_scope != "accessible":
+        owner["user_id"], name = caller.user_id, "user"
+    rows = await services.store.read(ModelRow, f"models_of_{name}", **owner, limit=limit, offset=query.offset)
+    check_page(row.user_metadata for row in rows)
     total = await services.store.read(CountRow, f"count_models_of_{name}", **owner)
-    cursor = wire.Cursor(offset=query.offset, limit=limit, total_count=total[0].count)
+    cursor = _cursor(query.offset, limit, total[0].count)
     found = [await _training_run(services, row, call) for row in rows]
-    return reply(wire.TrainingRunsResponse(training_runs=found, cursor=cursor))
+    return await reply_long(lambda: wire.TrainingRunsResponse(training_runs=found, cursor=cursor))
 
 
 async def get_training_run(services: Services, call: Call) -> Answer:
@@ -65,21 +63,20 @@ async def get_training_run(services: Services, call: Call) -> Answer:
 
 
 def _more(row: ModelRow) -> dict[str, Any]:
-    """What we say of a run beyond the protocol; clients that do not know it pass over it."""
+    """Return what we report of a run beyond the protocol; other clients ignore it."""
     return {
-        "fault": row.fault,
-        "notice": row.notice,
+        "fault": redacted_text(row.fault) if row.fault is not None else None,
+        "notice": redacted_text(row.notice) if row.notice is not None else None,
         "snapshot_seq": row.snapshot_seq if row.snapshot_directory is not None else None,
         "machine": msgspec.json.decode(row.fingerprint) if row.fingerprint is not None else None,
     }
 
 
 async def _training_run(services: Services, row: ModelRow, call: Call) -> wire.TrainingRun:
-    checkpoints = await services.store.read(CheckpointRow, "checkpoints_of_model", model_id=row.model_id)
     lora = msgspec.json.decode(row.lora, type=LoraSpec)
     extra: dict[str, Any] = {}
     for name, kind in (("last_checkpoint", "weights"), ("last_sampler_checkpoint", "sampler_weights")):
-        newest = [checkpoint for checkpoint in checkpoints if checkpoint.kind == kind][-1:]
+        newest = await services.store.read(CheckpointRow, "newest_checkpoint", model_id=row.model_id, kind=kind)
         if newest:
             extra[name] = checkpoint_message(newest[0])
     if row.user_metadata is not None:
@@ -92,30 +89,45 @@ async def _training_run(services: Services, row: ModelRow, call: Call) -> wire.T
         is_lora=True,
         lora_rank=lora.rank,
         corrupted=(run.row if run is not None else row).fault is not None,
-        last_request_time=_time(max(row.used_at, services.used.get(row.model_id, 0.0))),
+        last_request_time=_time(max(row.used_at, services.activity.model_used_at(row.model_id))),
         **extra,
     )
 
 
 async def list_checkpoints(services: Services, call: Call) -> Answer:
     row = await services.access.model(call.caller, call.params["training_run_id"])
+    size = await services.store.read(SizeRow, "checkpoint_metadata_bytes", model_id=row.model_id)
+    if size[0].size_bytes > MAX_PAGE_BYTES:
+        raise LimitExceededError(
+            f"training_run_id: the checkpoints of {row.model_id} have {size[0].size_bytes // 2**20} MB of metadata; "
+            "list those of all runs, a page at a time",
+            field="training_run_id",
+        )
     rows = await services.store.read(CheckpointRow, "checkpoints_of_model", model_id=row.model_id)
-    return reply(wire.CheckpointsListResponse(checkpoints=_known_to(call, services, rows)))
+    return await reply_long(lambda: wire.CheckpointsListResponse(checkpoints=_known_to(call, services, rows)))
 
 
 async def list_user_checkpoints(services: Services, call: Call) -> Answer:
     limit = min(call.query.limit, MAX_PAGE)
-    user_id = call.caller.user_id
+    caller = call.caller
+    owner = {"org_id": caller.org_id, "user_id": caller.user_id, "project_id": caller.project_id}
     rows = await services.store.read(
-        CheckpointRow, "checkpoints_of_user", user_id=user_id, limit=limit, offset=call.query.offset
+        CheckpointRow, "checkpoints_of_user", **owner, limit=limit, offset=call.query.offset
     )
-    total = await services.store.read(CountRow, "count_checkpoints_of_user", user_id=user_id)
-    cursor = wire.Cursor(offset=call.query.offset, limit=limit, total_count=total[0].count)
-    return reply(wire.CheckpointsListResponse(checkpoints=_known_to(call, services, rows), cursor=cursor))
+    check_page(row.user_metadata for row in rows)
+    total = await services.store.read(CountRow, "count_checkpoints_of_user", **owner)
+    cursor = _cursor(call.query.offset, limit, total[0].count)
+    return await reply_long(
+        lambda: wire.CheckpointsListResponse(checkpoints=_known_to(call, services, rows), cursor=cursor)
+    )
+
+
+def _cursor(offset: int, limit: int, total: int) -> wire.Cursor:
+    return wire.Cursor(offset=offset, limit=limit, total_count=total)
 
 
 def _known_to(call: Call, services: Services, rows: list[CheckpointRow]) -> list[wire.Checkpoint]:
-    """Those that have not expired and whose kind the client's release can read."""
+    """Return those that have not expired and whose kind the client's release knows."""
     now = services.clock()
     return [
         checkpoint_message(row)
@@ -191,23 +203,24 @@ async def set_checkpoint_ttl(services: Services, call: Call) -> Answer:
 
 async def get_external_weights_urls(services: Services, call: Call) -> Answer:
     row = await services.access.checkpoint(call.caller, _path(call))
-    names = sorted(
-        path.name for path in Path(row.directory).iterdir() if path.is_file() and not path.name.startswith(".")
-    )
+    with still_there():
+        names = sorted(path.name for path in Path(row.directory).iterdir() if path.is_file())
     urls, expires = {}, services.clock()
-    for name in names:
+    for name in (name for name in names if not name.startswith(".")):
         relative = services.files.relative(Path(row.directory) / name)
         urls[name], expires = services.signer.url(call.base_url, relative, services.config.download_ttl_s)
     return reply(ExternalWeightsUrlsResponse(urls=urls, expires=_time(expires)))
 
 
 async def get_checkpoint_archive(services: Services, call: Call) -> Answer:
-    """A tar of the checkpoint, by a redirect as releases up to 0.35 expect it."""
+    """Redirect to a tar archive of the checkpoint, as releases up to 0.35 expect."""
     row = await services.access.checkpoint(call.caller, _path(call))
     archive = Path(row.directory) / ARCHIVE
     if not archive.exists():
         services.files.check_room()
+        services.disk.check(row.org_id, row.size_bytes, "checkpoint_id")
         await asyncio.to_thread(_make_archive, archive)
+        services.disk.add(row.org_id, row.size_bytes)
     url, expires = services.signer.url(call.base_url, services.files.relative(archive), services.config.download_ttl_s)
     answer = CheckpointArchiveUrlResponse(url=url, expires=_time(expires))
     headers = {"location": url, "expires": format_datetime(_time(expires), usegmt=True)}
@@ -215,8 +228,8 @@ async def get_checkpoint_archive(services: Services, call: Call) -> Answer:
 
 
 def _make_archive(path: Path) -> None:
-    """The files of a checkpoint, beside them."""
-    with replacing(path) as temporary, tarfile.open(temporary, "w") as tar:
+    """Write the archive of a checkpoint's files, next to them."""
+    with still_there(), replacing(path) as temporary, tarfile.open(temporary, "w") as tar:
         for file in sorted(path.parent.iterdir()):
             if file.is_file() and not file.name.startswith("."):
                 tar.add(file, arcname=file.name)

@@ -9,30 +9,29 @@ from pathlib import Path
 
 import msgspec
 
-from tinsmith.engine.base import Sample
+from tinsmith.engine.protocol import Sample
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.calls import Answer, Call, Handlers, reply
-from tinsmith.server.files import link_tree
-from tinsmith.server.identity import Caller
-from tinsmith.server.jobs import same_request
+from tinsmith.server.auth.identity import Caller
+from tinsmith.server.bodies.read import SampleQuestion, SampleReading
+from tinsmith.server.call import Answer, Call, Handlers, reply
+from tinsmith.server.data_dir import link_tree
+from tinsmith.server.jobs.accept import check_open
+from tinsmith.server.jobs.job import Draft, Work, digest_of
+from tinsmith.server.jobs.lifecycle import same_request
+from tinsmith.server.jobs.token_log import TokenLog
 from tinsmith.server.refusals import OverLimitError
-from tinsmith.server.routes.training import card_of
-from tinsmith.server.sample_checks import check_sample
+from tinsmith.server.runs.model_spec import card_of
 from tinsmith.server.services import Services
-from tinsmith.server.submitting import check_open
-from tinsmith.server.token_log import TokenLog
-from tinsmith.server.work import Draft, Work, digest_of
 from tinsmith.store.base import statement
 from tinsmith.store.rows import SamplerRow
-from tinsmith.wire import json_codec
-from tinsmith.wire import sampling as wire
+from tinsmith.wire.messages import sampling as wire
 
 
 async def create_sampling_session(services: Services, call: Call) -> Answer:
     request: wire.CreateSamplingSessionRequest = call.message
     session = await services.access.live_session(call.caller, request.session_id)
-    if (request.base_model is None) == (request.model_path is None):
-        raise InvalidInputError("give base_model or model_path, one of them", field="model_path")
+    if request.base_model is None and request.model_path is None:
+        raise InvalidInputError("model_path: is missing; give model_path or base_model", field="model_path")
     sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
     known = await services.store.read(SamplerRow, "sampler", sampler_id=sampler_id)
     if not known:
@@ -47,7 +46,7 @@ async def create_sampling_session(services: Services, call: Call) -> Answer:
 
 
 def _is_same(row: SamplerRow, request: wire.CreateSamplingSessionRequest) -> bool:
-    """Whether a sampler is the one that is asked for."""
+    """Whether a sampler is the one that is requested."""
     if request.model_path is not None:
         return row.model_path == request.model_path
     return row.directory is None and row.base_model == request.base_model
@@ -55,7 +54,8 @@ def _is_same(row: SamplerRow, request: wire.CreateSamplingSessionRequest) -> boo
 
 def number_taken(number: int) -> InvalidInputError:
     return InvalidInputError(
-        f"sampling_session_seq_id: {number} is taken by another sampler", field="sampling_session_seq_id"
+        f"sampling_session_seq_id: {number} was used for another sampler; use a new number",
+        field="sampling_session_seq_id",
     )
 
 
@@ -67,7 +67,7 @@ async def _new_sampler(
     base_model: str | None,
     model_path: str | None,
 ) -> SamplerRow:
-    """A sampler on the base, or on a second name for a checkpoint's files: it stays when the checkpoint goes."""
+    """Make a sampler on the base model, or on links to a checkpoint's files, which outlive the checkpoint."""
     directory = adapter_key = source = None
     if model_path is not None:
         source = await services.access.checkpoint(caller, model_path)
@@ -75,12 +75,17 @@ async def _new_sampler(
             raise InvalidInputError(
                 f"model_path: {model_path} is an export; sample a sampler_weights path", field="model_path"
             )
+        if base_model is not None and base_model != source.base_model:
+            raise InvalidInputError(
+                f"base_model: {base_model!r} is not the base model of {model_path}, which is {source.base_model!r}",
+                field="base_model",
+            )
         base_model, adapter_key = source.base_model, source.digest
-    card = card_of(services, base_model or "")
+    card = card_of(services.backend, base_model or "")
     if not card.sampleable:
         raise InvalidInputError(f"base_model: {card.name} cannot be sampled here", field="base_model")
     if source is not None:
-        # Named after what is sampled: two requests may come at once under one number, and one of them will be refused.
+        # Named after what is sampled: two requests may arrive at once under one number, and one will be refused.
         place = services.files.sampler(sampler_id) / digest_of(source.directory.encode())[:16]
         await asyncio.to_thread(link_tree, Path(source.directory), place)
         directory = str(place)
@@ -118,27 +123,36 @@ async def asample(services: Services, call: Call) -> Answer:
 
 
 async def submit_body(services: Services, caller: Caller, body: bytes) -> Answer:
-    """Take in the body of a sample; answers with its promise."""
-    request = json_codec.decode(body, wire.SampleRequest)
+    """Accept the body of a sample, and answer with its request id."""
+    request = await read_sample(services, caller, body)
     request_id = await submit_sample(services, caller, body, request)
     ids = [f"{request_id}:{index}" for index in range(request.num_samples)]
     return Answer(msgspec.json.encode(_Promised(request_id, ids)))
 
 
 class _Promised(msgspec.Struct, frozen=True):
-    """UntypedAPIFuture as it is written, without the checks of a message: both values are our own."""
+    """Encode an UntypedAPIFuture without validating it: both values are our own."""
 
     request_id: str
     sample_sequence_ids: list[str]
 
 
+async def read_sample(services: Services, caller: Caller, body: bytes) -> SampleReading:
+    """Read what a sample asks for."""
+    question = SampleQuestion(cards=tuple(services.backend.cards()), max_samples=services.config.max_samples)
+    reading = await services.readers.ask(caller.org_id, question, body)
+    assert isinstance(reading, SampleReading)
+    return reading
+
+
 async def submit_sample(
-    services: Services, caller: Caller, body: bytes, request: wire.SampleRequest, log: TokenLog | None = None
+    services: Services, caller: Caller, body: bytes, request: SampleReading, log: TokenLog | None = None
 ) -> str:
-    """Journal a sample and queue it; returns its request id."""
+    """Journal a sample, queue it, and return its request id."""
+    hashing = services.hasher.begin(b"sample", body)
     sampler = await _sampler_of(services, caller, request)
     lane, seq = sampler.sampler_id, request.seq_id
-    digest = digest_of(b"sample", body)
+    digest = await hashing.digest()
     if seq is None:
         seq = -secrets.randbelow(2**62) - 1
     elif services.jobs.is_accepting(lane, seq):
@@ -146,20 +160,21 @@ async def submit_sample(
         if known is not None:
             return same_request(known, lane, seq, "sample", digest)
     check_open(services)
-    card = card_of(services, sampler.base_model)
-    length = check_sample(request, card, max_samples=services.config.max_samples)
-    params = request.sampling_params
-    most = params.max_tokens if params.max_tokens is not None else card.max_context_length - length
-    tokens = length + most * request.num_samples
+    services.disk.check_waiting(caller.org_id)
+    card = card_of(services.backend, sampler.base_model)
+    if card.name in request.faults:
+        raise request.faults[card.name].error()
+    most = request.max_tokens if request.max_tokens is not None else card.max_context_length - request.length
+    tokens = request.length + most * request.num_samples
     try:
-        services.admission.check_queue(caller, services.jobs.queued_by_org.get(caller.org_id, 0))
+        services.jobs.check_queue(services.admission, caller, len(body))
         services.admission.check_tokens(caller, tokens)
     except OverLimitError:
         known = await services.jobs.known(lane, seq)
         if known is None:
             raise
         return same_request(known, lane, seq, "sample", digest)
-    seed = params.seed if params.seed is not None else secrets.randbelow(2**63)
+    seed = request.seed if request.seed is not None else secrets.randbelow(2**63)
     session = services.access.sessions.get(sampler.session_id)
     draft = Draft(
         kind="sample",
@@ -202,11 +217,11 @@ def _sample_job(sampler: SamplerRow, body: bytes, seed: int) -> Callable[[str], 
     )
 
 
-async def _sampler_of(services: Services, caller: Caller, request: wire.SampleRequest) -> SamplerRow:
-    """The sampling session that a request names."""
+async def _sampler_of(services: Services, caller: Caller, request: SampleReading) -> SamplerRow:
+    """Return the sampling session that a request names."""
     if request.sampling_session_id is None:
         raise InvalidInputError(
-            "sampling_session_id: is missing; make one with create_sampling_session", field="sampling_session_id"
+            "sampling_session_id: missing; create one with create_sampling_session", field="sampling_session_id"
         )
     return await services.access.live_sampler(caller, request.sampling_session_id)
 

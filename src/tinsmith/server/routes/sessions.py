@@ -1,32 +1,37 @@
-"""Sessions: begin, signs of life, lists, search, project, trace, end."""
+"""Sessions: create, heartbeat, list, search, assign to a project, trace, finish."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import uuid
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.calls import NOTHING, Answer, Call, Handlers, reply
-from tinsmith.server.identity import Caller
-from tinsmith.server.lifetimes import end_session
+from tinsmith.server.auth.identity import Caller
+from tinsmith.server.call import NOTHING, Answer, Call, Handlers, reply, reply_long
+from tinsmith.server.jobs.accept import check_open
+from tinsmith.server.ops.sweeper import end_session
+from tinsmith.server.ops.traces import write_trace
 from tinsmith.server.refusals import OverLimitError
 from tinsmith.server.services import Services
-from tinsmith.server.submitting import check_open
-from tinsmith.server.traces import write_trace
 from tinsmith.store.base import Statement, statement
 from tinsmith.store.rows import AuditRow, ModelRow, ProjectRow, SamplerRow, SessionRow, StorageRow
-from tinsmith.wire import sessions as wire
+from tinsmith.wire.messages import sessions as wire
 
-MAX_METADATA_BYTES = 64 * 1024
+MAX_METADATA_BYTES = 32 * 1024
+"""Metadata of one session, run or checkpoint; less than a body may have, so that the error names the field."""
+MAX_PAGE_BYTES = 16 * 1024 * 1024
+"""Metadata in one answer."""
 SEARCH_PAGE = 500
 CURSOR_DIGIT_S = 1e-6
-"""The last digit of the time in a cursor."""
+"""The precision of the time in a cursor."""
 SEARCH_LIMIT = 20_000
-"""Sessions looked at by one search; its cursor says where the next one goes on."""
+"""Sessions that one search examines; its cursor continues after them."""
 
 
 async def create_session(services: Services, call: Call) -> Answer:
@@ -37,12 +42,12 @@ async def create_session(services: Services, call: Call) -> Answer:
     )
     if mine >= services.config.max_sessions:
         raise OverLimitError(
-            f"you have {mine} active sessions (limit {services.config.max_sessions}); close some", retry_after_s=10
+            f"you have {mine} active sessions (limit {services.config.max_sessions}); finish some", retry_after_s=10
         )
     metadata = msgspec.json.encode(request.user_metadata or {}).decode()
     if len(metadata) > MAX_METADATA_BYTES:
-        raise InvalidInputError(f"user_metadata: more than {MAX_METADATA_BYTES} bytes", field="user_metadata")
-    project_id = request.project_id or call.caller.project_id
+        raise InvalidInputError(f"user_metadata: larger than {MAX_METADATA_BYTES} bytes", field="user_metadata")
+    project_id = call.caller.project_for(request.project_id or None)
     now = services.clock()
     row = SessionRow(
         session_id=str(uuid.uuid4()),
@@ -56,22 +61,24 @@ async def create_session(services: Services, call: Call) -> Answer:
         created_at=now,
         heartbeat_at=now,
     )
-    projects = [await project_statement(services, call.caller, project_id)] if project_id is not None else []
+    projects = [project_statement(services, call.caller, project_id)] if project_id is not None else []
     await services.store.write(*projects, statement("insert_session", row))
     services.access.sessions[row.session_id] = row
-    services.heartbeats[row.session_id] = now
+    services.activity.heartbeats[row.session_id] = now
     return reply(wire.CreateSessionResponse(session_id=row.session_id))
 
 
 async def session_heartbeat(services: Services, call: Call) -> Answer:
     session_id = call.message.session_id
     await services.access.live_session(call.caller, session_id)
-    services.heartbeats[session_id] = services.clock()
+    services.activity.heartbeats[session_id] = services.clock()
     return reply(wire.SessionHeartbeatResponse())
 
 
 async def finish_session(services: Services, call: Call) -> Answer:
     row = await services.access.session(call.caller, call.params["session_id"])
+    if await services.store.read(ModelRow, "models_of_session", session_id=row.session_id):
+        call.caller.need("train")
     if row.status in ("active", "expired"):
         request: wire.FinishSessionRequest = call.message
         await end_session(services, row, "finished", status_detail=request.reason.type, detail=request.detail)
@@ -96,19 +103,20 @@ async def get_session(services: Services, call: Call) -> Answer:
 
 async def list_sessions(services: Services, call: Call) -> Answer:
     caller, query = call.caller, call.query
-    page = {"limit": min(query.limit, 1000), "offset": query.offset}
-    if query.access_scope == "accessible":
-        rows = await services.store.read(SessionRow, "sessions_of_org", org_id=caller.org_id, **page)
-    else:
-        rows = await services.store.read(SessionRow, "sessions_of_user", user_id=caller.user_id, **page)
+    owner = {"org_id": caller.org_id, "project_id": caller.project_id}
+    name = "sessions_of_org"
+    if query.access_scope != "accessible":
+        owner["user_id"], name = caller.user_id, "sessions_of_user"
+    rows = await services.store.read(SessionRow, name, **owner, limit=min(query.limit, 1000), offset=query.offset)
     return reply(wire.ListSessionsResponse(sessions=[row.session_id for row in rows]))
 
 
 async def assign_session_project(services: Services, call: Call) -> Answer:
     row = await services.access.session(call.caller, call.params["session_id"])
-    project_id = call.message.project_id
+    project_id = call.caller.project_for(call.message.project_id)
+    assert project_id is not None
     await services.store.write(
-        await project_statement(services, call.caller, project_id),
+        project_statement(services, call.caller, project_id),
         statement("set_session_project", session_id=row.session_id, project_id=project_id),
         statement("set_models_project", session_id=row.session_id, project_id=project_id),
         statement("set_checkpoints_project", session_id=row.session_id, project_id=project_id),
@@ -121,6 +129,7 @@ async def assign_session_project(services: Services, call: Call) -> Answer:
                 event="session_assigned_to_project",
                 group_name="projects",
                 details=msgspec.json.encode({"session_id": row.session_id, "project_id": project_id}).decode(),
+                project_id=project_id,
             ),
         ),
     )
@@ -130,7 +139,7 @@ async def assign_session_project(services: Services, call: Call) -> Answer:
 
 async def export_session_trace(services: Services, call: Call) -> Answer:
     row = await services.access.session(call.caller, call.params["session_id"])
-    path = await write_trace(services, row)
+    path = await write_trace(services.store, services.files, row)
     url, _ = services.signer.url(call.base_url, services.files.relative(path), services.config.download_ttl_s)
     return reply(wire.TraceExportResponse(status="ready", url=url))
 
@@ -147,23 +156,34 @@ async def search_sessions(services: Services, call: Call) -> Answer:
                 last_created_at=datetime.fromtimestamp(last.created_at, UTC), last_session_id=last.session_id
             )
         }
-    return reply(wire.SessionSearchResponse(sessions=[await _summary(services, row) for row in page], **cursor))
+    sessions = [await _summary(services, row) for row in page]
+    return await reply_long(lambda: wire.SessionSearchResponse(sessions=sessions, **cursor))
 
 
 async def _found(
     services: Services, caller: Caller, request: wire.SessionSearchRequest
 ) -> tuple[list[SessionRow], SessionRow | None]:
-    """What matches, one more than is wanted if there is one; and the last session looked at where others are left."""
+    """Return the matches, one more than requested if there is one, and the last session examined if others are left."""
     found: list[SessionRow] = []
     before = math.inf if request.cursor is None else request.cursor.last_created_at.timestamp() + CURSOR_DIGIT_S
     for offset in range(0, SEARCH_LIMIT, SEARCH_PAGE):
         rows = await services.store.read(
-            SessionRow, "sessions_before", org_id=caller.org_id, before=before, limit=SEARCH_PAGE, offset=offset
+            SessionRow,
+            "sessions_before",
+            org_id=caller.org_id,
+            project_id=caller.project_id,
+            before=before,
+            limit=SEARCH_PAGE,
+            offset=offset,
         )
-        found += [row for row in rows if _matches(row, request, caller)]
+        found += await asyncio.to_thread(_matching, rows, request, caller)
         if len(rows) < SEARCH_PAGE or len(found) > request.limit:
             return found, None
     return found, rows[-1]
+
+
+def _matching(rows: list[SessionRow], request: wire.SessionSearchRequest, caller: Caller) -> list[SessionRow]:
+    return [row for row in rows if _matches(row, request, caller)]
 
 
 def _matches(row: SessionRow, request: wire.SessionSearchRequest, caller: Caller) -> bool:
@@ -174,8 +194,8 @@ def _matches(row: SessionRow, request: wire.SessionSearchRequest, caller: Caller
         return False
     if request.project_ids is not None and row.project_id not in request.project_ids:
         return False
-    metadata = texts(row.user_metadata)
-    if any(metadata.get(key) != value for key, value in request.user_metadata.items()):
+    wanted = request.user_metadata
+    if wanted and not wanted.items() <= texts(row.user_metadata).items():
         return False
     if request.statuses is not None and not any(_has_status(row, status) for status in request.statuses):
         return False
@@ -187,7 +207,7 @@ def _matches(row: SessionRow, request: wire.SessionSearchRequest, caller: Caller
 
 
 def _is_named(row: SessionRow, request: wire.SessionSearchRequest) -> bool:
-    """The two ways to name a session are alternatives."""
+    """A session can be found by either of its names."""
     if request.session_id is None and request.display_name is None:
         return True
     by_id = request.session_id is not None and row.session_id == request.session_id
@@ -235,19 +255,27 @@ def _urn(row: SessionRow) -> str:
     return f"tml:organization_user:{row.org_id}:{row.user_id}"
 
 
+def check_page(metadata: Iterable[str | None], field: str = "limit") -> None:
+    """Refuse an answer with more metadata than one answer may hold."""
+    size_bytes = sum(len(text) for text in metadata if text is not None)
+    if size_bytes > MAX_PAGE_BYTES:
+        raise InvalidInputError(
+            f"{field}: these entries have {size_bytes // 2**20} MB of metadata, and one answer holds at most "
+            f"{MAX_PAGE_BYTES // 2**20} MB; request fewer at a time",
+            field=field,
+        )
+
+
 def texts(encoded: str | None) -> dict[str, str]:
-    """Metadata as clients read it back: texts only."""
+    """Return metadata as clients read it: strings only."""
     values = msgspec.json.decode(encoded or "{}")
     return {
         key: value if isinstance(value, str) else msgspec.json.encode(value).decode() for key, value in values.items()
     }
 
 
-async def project_statement(services: Services, caller: Caller, project_id: str) -> Statement:
-    """The statement that makes a project of this name; one of another organisation is refused."""
-    rows = await services.store.read(ProjectRow, "project", project_id=project_id)
-    if rows and rows[0].org_id != caller.org_id:
-        raise InvalidInputError(f"project_id: {project_id!r} cannot be used with this key", field="project_id")
+def project_statement(services: Services, caller: Caller, project_id: str) -> Statement:
+    """Return the statement that creates a project in the caller's organisation, if it does not exist."""
     row = ProjectRow(project_id=project_id, org_id=caller.org_id, name=project_id, created_at=services.clock())
     return statement("insert_project", row)
 

@@ -1,41 +1,37 @@
-"""Models and what is done with them: create, look, forward, backward, step, unload; uploaded losses."""
+"""Models: create, info, forward and backward passes, optimizer steps, unload; uploaded losses."""
 
 from __future__ import annotations
 
-import math
-import secrets
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from tinsmith.engine.base import AnyJob, CreateModel, ForwardBackward, LoraSpec, ModelCard, OptimStep, Unload
+from tinsmith.engine.protocol import AnyJob, CreateModel, ForwardBackward, LoraSpec, ModelCard, OptimStep, Unload
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.calls import Answer, Call, Handlers
+from tinsmith.server.bodies.read import LossQuestion, LossReading, PassQuestion, PassReading
+from tinsmith.server.call import Answer, Call, Handlers
+from tinsmith.server.jobs.accept import Prepared, check_open, promise, submit_training
+from tinsmith.server.jobs.job import Draft, Work, digest_of
 from tinsmith.server.refusals import OverLimitError
-from tinsmith.server.runs import Run, creation_lane
+from tinsmith.server.runs.model_spec import ADAMW, card_of, lora_spec
+from tinsmith.server.runs.registry import Run, creation_lane, loss_lane
 from tinsmith.server.services import Services
-from tinsmith.server.submitting import Prepared, check_open, promise, submit_training
-from tinsmith.server.work import Draft, Work, digest_of
 from tinsmith.store.base import statement
 from tinsmith.store.rows import CustomLossRow, ModelRow, SessionRow
-from tinsmith.wire import json_codec, proto_training
-from tinsmith.wire import training as wire
-from tinsmith.wire.losses import check_loss
-
-MAX_RANK = 512
-MAX_GRAPH_BYTES = 1024 * 1024
-ADAMW = '{"type":"adamw"}'
+from tinsmith.wire.codecs import json_codec
+from tinsmith.wire.messages import training as wire
+from tinsmith.wire.rules.adam_rules import adam_params
 
 
 async def create_model(services: Services, call: Call) -> Answer:
     request = json_codec.decode(call.body, wire.CreateModelRequest)
     session = await services.access.live_session(call.caller, request.session_id)
-    card = card_of(services, request.base_model)
+    card = card_of(services.backend, request.base_model)
     if not card.trainable:
         raise InvalidInputError(f"base_model: {card.name} cannot be trained here", field="base_model")
     if not isinstance(request.optimizer_config, wire.AdamOptimizerConfig):
-        raise InvalidInputError("optimizer_config: only adamw is offered here", field="optimizer_config")
+        raise InvalidInputError("optimizer_config: only adamw is supported", field="optimizer_config")
     lora = lora_spec(request.lora_config, card)
     return await create(
         services,
@@ -63,7 +59,7 @@ async def create(
     optimizer: bool = False,
     context: dict[str, Any] | None = None,
 ) -> Answer:
-    """Journal the making of a model, from nothing or from a checkpoint; answers with its promise."""
+    """Journal the creation of a model, new or from a checkpoint, and answer with its request id."""
     model_id = f"{session.session_id}:train:{model_seq_id}"
     now = services.clock()
     row = ModelRow(
@@ -119,42 +115,9 @@ def _check_models(services: Services, session: SessionRow) -> None:
     live = sum(row.user_id == session.user_id for row in services.access.models.values())
     if live >= services.config.max_models:
         raise OverLimitError(
-            f"you have {live} live models (limit {services.config.max_models}); close sessions you are done with",
+            f"you have {live} live models (limit {services.config.max_models}); finish sessions you no longer need",
             retry_after_s=10,
         )
-
-
-def card_of(services: Services, name: str) -> ModelCard:
-    """A base model by name, or an error that lists those there are."""
-    cards = services.backend.cards()
-    for card in cards:
-        if card.name == name:
-            return card
-    known = ", ".join(card.name for card in cards) or "none"
-    raise InvalidInputError(f"base_model: {name!r} is not served here (served: {known})", field="base_model")
-
-
-def lora_spec(config: wire.LoraConfig | None, card: ModelCard) -> LoraSpec:
-    """The adapter that is asked for, with a seed drawn where none was given."""
-    if config is None:
-        raise InvalidInputError("lora_config: is missing; this server trains LoRA adapters", field="lora_config")
-    if config.rank > MAX_RANK:
-        raise InvalidInputError(
-            f"lora_config.rank: {config.rank} is not between 1 and {MAX_RANK}", field="lora_config.rank"
-        )
-    if not (config.train_attn or config.train_mlp or config.train_unembed):
-        raise InvalidInputError("lora_config: train_attn, train_mlp and train_unembed are all false: nothing to train")
-    seed = config.seed if config.seed is not None else secrets.randbelow(2**31)
-    if not -(2**63) <= seed < 2**63:
-        raise InvalidInputError(f"lora_config.seed: {seed} has more than 64 bits", field="lora_config.seed")
-    return LoraSpec(
-        rank=config.rank,
-        seed=seed,
-        train_attn=config.train_attn,
-        train_mlp=config.train_mlp,
-        train_unembed=config.train_unembed,
-        alpha=card.lora_alpha,
-    )
 
 
 async def get_info(services: Services, call: Call) -> Answer:
@@ -180,39 +143,54 @@ async def get_info(services: Services, call: Call) -> Answer:
 
 
 async def forward_backward(services: Services, call: Call) -> Answer:
-    return await submit_training(services, call, "forward_backward", lambda run: _prepare_pass(services, call, run))
+    return await _submit_pass(services, call, "forward_backward")
 
 
 async def forward(services: Services, call: Call) -> Answer:
-    return await submit_training(services, call, "forward", lambda run: _prepare_pass(services, call, run))
+    return await _submit_pass(services, call, "forward")
 
 
-async def _prepare_pass(services: Services, call: Call, run: Run) -> Prepared:
-    if call.is_protobuf:
-        request: Any = proto_training.decode_request(call.body, services.config.max_datums)
-    else:
-        request = json_codec.decode(call.body, call.route.request or wire.ForwardBackwardRequest)
-    is_forward = isinstance(request, wire.ForwardRequest) or bool(request.forward_only)
-    work = request.forward_input if isinstance(request, wire.ForwardRequest) else request.forward_backward_input
-    if len(work.data) > services.config.max_datums:
-        raise InvalidInputError(
-            f"data: {len(work.data)} datums in one request (limit {services.config.max_datums})", field="data"
-        )
-    card = card_of(services, run.row.base_model)
-    graph = await _custom_loss(services, call, work)
-    inputs = msgspec.json.decode(graph, type=_Inputs).inputs if graph is not None else None
-    check_loss(
-        request,
-        vocab_size=card.vocab_size,
-        max_context_length=card.max_context_length,
-        custom_inputs=[wire.CustomLossInput(**item) for item in inputs] if inputs is not None else None,
+async def _submit_pass(services: Services, call: Call, kind: str) -> Answer:
+    reading: PassReading | None = None
+
+    async def numbers() -> tuple[str, int | None]:
+        nonlocal reading
+        reading = await _read_pass(services, call, services.backend.cards())
+        return reading.model_id, reading.seq_id
+
+    async def prepare(run: Run) -> Prepared:
+        assert reading is not None
+        return await _prepare_pass(services, call, run, reading)
+
+    return await submit_training(services, call, kind, prepare, numbers)
+
+
+async def _read_pass(
+    services: Services, call: Call, cards: Sequence[ModelCard], graph: bytes | None = None
+) -> PassReading:
+    question = PassQuestion(
+        route=call.route.name,
+        encoding="protobuf" if call.is_protobuf else "json",
+        cards=tuple(cards),
+        max_datums=services.config.max_datums,
+        max_tokens=services.config.max_request_tokens,
+        custom_inputs=msgspec.json.decode(graph, type=_Inputs).inputs if graph is not None else None,
     )
-    tokens = sum(datum.model_input.length for datum in work.data)
-    if tokens > services.config.max_request_tokens:
-        raise InvalidInputError(
-            f"data: {tokens} tokens in one request (limit {services.config.max_request_tokens})", field="data"
-        )
+    reading = await services.readers.ask(call.caller.org_id, question, call.body)
+    assert isinstance(reading, PassReading)
+    return reading
+
+
+async def _prepare_pass(services: Services, call: Call, run: Run, reading: PassReading) -> Prepared:
     row = run.row
+    card = card_of(services.backend, row.base_model)
+    graph = None
+    if reading.fault is None and reading.is_custom:
+        graph = await _custom_loss(services, call, reading)
+        reading = await _read_pass(services, call, (card,), graph)
+    fault = reading.fault or reading.faults.get(card.name)
+    if fault is not None:
+        raise fault.error()
 
     def make_job(request_id: str) -> AnyJob:
         return ForwardBackward(
@@ -222,36 +200,31 @@ async def _prepare_pass(services: Services, call: Call, run: Run) -> Prepared:
             model_id=row.model_id,
             body=call.body,
             encoding="protobuf" if call.is_protobuf else "json",
-            is_forward=is_forward,
+            is_forward=reading.is_forward,
             custom_loss=graph,
+            max_device_s=services.config.max_job_device_s,
+            max_loss_device_s=services.config.max_loss_device_s,
         )
 
-    return Prepared(make_job=make_job, tokens=tokens, context={"is_forward": True} if is_forward else {})
+    return Prepared(
+        make_job=make_job, tokens=reading.tokens, context={"is_forward": True} if reading.is_forward else {}
+    )
 
 
 class _Inputs(msgspec.Struct):
     inputs: list[dict[str, Any]]
 
 
-async def _custom_loss(services: Services, call: Call, work: wire.ForwardBackwardInput) -> bytes | None:
-    """The uploaded loss that a pass names."""
-    if work.loss_fn != "custom":
-        return None
-    loss_id = (work.loss_fn_config or {}).get("loss_id")
-    if not isinstance(loss_id, str):
-        raise InvalidInputError("loss_fn_config: a custom loss needs loss_id, a text", field="loss_fn_config")
-    return (await services.access.custom_loss(call.caller, loss_id)).request
+async def _custom_loss(services: Services, call: Call, reading: PassReading) -> bytes:
+    """Return the uploaded loss that a pass names."""
+    if reading.loss_id is None:
+        raise InvalidInputError("loss_fn_config: a custom loss needs loss_id, a string", field="loss_fn_config")
+    return (await services.access.custom_loss(call.caller, reading.loss_id)).request
 
 
 async def optim_step(services: Services, call: Call) -> Answer:
     async def prepare(run: Run) -> Prepared:
-        request = json_codec.decode(call.body, wire.OptimStepRequest)
-        if request.adam_params is None:
-            raise InvalidInputError(
-                "optimizer_params: Dimuon has no public definition and is not offered; send adam_params",
-                field="optimizer_params",
-            )
-        _check_adam(request.adam_params)
+        adam_params(json_codec.decode(call.body, wire.OptimStepRequest))
         row = run.row
         return Prepared(
             make_job=lambda request_id: OptimStep(
@@ -264,23 +237,6 @@ async def optim_step(services: Services, call: Call) -> Answer:
         )
 
     return await submit_training(services, call, "optim_step", prepare)
-
-
-_ADAM_RANGES: dict[str, tuple[Callable[[float], bool], str]] = {
-    "learning_rate": (lambda value: value >= 0, "0 or more"),
-    "beta1": (lambda value: 0 <= value < 1, "in [0, 1)"),
-    "beta2": (lambda value: 0 <= value < 1, "in [0, 1)"),
-    "eps": (lambda value: value >= 0, "0 or more"),
-    "weight_decay": (lambda value: value >= 0, "0 or more"),
-    "grad_clip_norm": (lambda value: value >= 0, "0 (off) or more"),
-}
-
-
-def _check_adam(params: wire.AdamParams) -> None:
-    for name, (is_good, allowed) in _ADAM_RANGES.items():
-        value = getattr(params, name)
-        if not math.isfinite(value) or not is_good(value):
-            raise InvalidInputError(f"adam_params.{name}: {value} is not {allowed}", field=f"adam_params.{name}")
 
 
 async def unload_model(services: Services, call: Call) -> Answer:
@@ -296,19 +252,14 @@ async def unload_model(services: Services, call: Call) -> Answer:
 
 
 async def create_custom_loss(services: Services, call: Call) -> Answer:
-    """Keep an uploaded loss. The engine runs it through an allow-list; nothing of it is executed here."""
-    request = json_codec.decode(call.body, wire.CreateCustomLossRequest)
+    """Store an uploaded loss."""
+    request = await services.readers.ask(call.caller.org_id, LossQuestion(), call.body)
+    assert isinstance(request, LossReading)
     session = await services.access.live_session(call.caller, request.session_id)
     check_open(services)
-    if len(call.body) > MAX_GRAPH_BYTES:
-        raise InvalidInputError(f"graph: larger than {MAX_GRAPH_BYTES} bytes", field="graph")
-    if not request.inputs or request.inputs[0].name != "logprobs":
-        raise InvalidInputError("inputs: the first input of a loss must be logprobs", field="inputs")
-    if not any(node.op == "output" for node in request.graph.nodes):
-        raise InvalidInputError("graph: has no output node", field="graph")
-    lane = f"{session.session_id}/losses"
+    lane = loss_lane(session.session_id)
     digest = digest_of(b"create_custom_loss", call.body)
-    loss_id = f"loss-{digest_of(lane.encode(), str(request.custom_loss_seq_id).encode(), digest.encode())[:32]}"
+    loss_id = f"loss-{digest_of(lane.encode(), str(request.number).encode(), digest.encode())[:32]}"
     row = CustomLossRow(
         loss_id=loss_id,
         session_id=session.session_id,
@@ -321,7 +272,7 @@ async def create_custom_loss(services: Services, call: Call) -> Answer:
     draft = Draft(
         kind="create_custom_loss",
         lane=lane,
-        seq=request.custom_loss_seq_id,
+        seq=request.number,
         session_id=session.session_id,
         org_id=session.org_id,
         user_id=session.user_id,

@@ -11,27 +11,28 @@ from typing import Any
 
 import msgspec
 
-from tinsmith.engine.base import LoadState, LoraSpec, SaveState
+from tinsmith.engine.protocol import LoadState, LoraSpec, SaveState
 from tinsmith.errors import InvalidInputError, StoreError
-from tinsmith.server.calls import Answer, Call, Handlers, reply
-from tinsmith.server.encryption import check_recipients
-from tinsmith.server.files import check_name, link_tree, remove_tree
-from tinsmith.server.retention import make_room
+from tinsmith.server.call import IDEMPOTENCY_HEADER, Answer, Call, Handlers, reply
+from tinsmith.server.checkpoints.disk_budget import kind_of
+from tinsmith.server.checkpoints.encryption import check_recipients
+from tinsmith.server.checkpoints.retention import check_disk_cap
+from tinsmith.server.data_dir import check_name, link_tree, remove_tree
+from tinsmith.server.jobs.accept import Prepared, check_open, submit_training
+from tinsmith.server.jobs.job import digest_of
 from tinsmith.server.routes.sampling import number_taken
 from tinsmith.server.routes.sessions import MAX_METADATA_BYTES, project_statement
-from tinsmith.server.routes.training import ADAMW, card_of, create
-from tinsmith.server.runs import Run
+from tinsmith.server.routes.training import create
+from tinsmith.server.runs.model_spec import ADAMW, card_of
+from tinsmith.server.runs.registry import Run
 from tinsmith.server.services import Services
-from tinsmith.server.submitting import Prepared, check_open, submit_training
-from tinsmith.server.work import digest_of
 from tinsmith.store.base import statement
 from tinsmith.store.rows import AuditRow, CheckpointRow, ModelRow, SamplerRow, SessionRow
-from tinsmith.wire import json_codec
-from tinsmith.wire import weights as wire
+from tinsmith.wire.codecs import json_codec
+from tinsmith.wire.messages import weights as wire
 
 MAX_TTL_S = 10 * 366 * 86_400
 ACCESS_TOKEN_HEADER = "x-tinker-weights-access-token"
-IDEMPOTENCY_HEADER = "x-idempotency-key"
 
 
 async def save_weights(services: Services, call: Call) -> Answer:
@@ -55,7 +56,9 @@ async def save_weights_for_sampler(services: Services, call: Call) -> Answer:
     async def prepare(run: Run) -> Prepared:
         request = json_codec.decode(call.body, wire.SaveWeightsForSamplerRequest)
         if request.path is not None and request.sampling_session_seq_id is not None:
-            raise InvalidInputError("path and sampling_session_seq_id exclude one another: lasting or for now?")
+            raise InvalidInputError(
+                "give path (a lasting checkpoint) or sampling_session_seq_id (a temporary sampler), not both"
+            )
         if request.sampling_session_seq_id is not None:
             return await _prepare_sampler(services, run, request.sampling_session_seq_id)
         return await _prepare_save(
@@ -111,14 +114,17 @@ async def _prepare_save(
         check_ttl(ttl_seconds)
     metadata = msgspec.json.encode(user_metadata).decode() if user_metadata is not None else None
     if metadata is not None and len(metadata) > MAX_METADATA_BYTES:
-        raise InvalidInputError(f"user_metadata: more than {MAX_METADATA_BYTES} bytes", field="user_metadata")
+        raise InvalidInputError(f"user_metadata: larger than {MAX_METADATA_BYTES} bytes", field="user_metadata")
     taken = await services.store.read(CheckpointRow, "checkpoint", path=path)
-    if (taken or path in services.saving) and not overwrite:
-        raise InvalidInputError(f"path: {path} exists already; choose another name, or overwrite=True", field="path")
+    if (taken or path in services.saves) and not overwrite:
+        raise InvalidInputError(
+            f"path: {path} already exists; choose another name, or set overwrite=True", field="path"
+        )
     await check_disk_cap(services)
     directory = str(services.files.checkpoint(row.model_id, kind, name, secrets.token_hex(8)))
-    replaces = [*(found.directory for found in taken), *services.saving.get(path, ())]
-    services.saving.setdefault(path, []).append(directory)
+    services.disk.reserve(row.org_id, directory, kind_of(row.base_model, row.lora, optimizer))
+    replaces = [*(found.directory for found in taken), *services.saves.directories(path)]
+    services.saves.begin(path, directory)
     return Prepared(
         make_job=lambda request_id: SaveState(
             job_id=request_id,
@@ -139,7 +145,7 @@ async def _prepare_save(
             "optimizer": row.optimizer,
             **(context or {}),
         },
-        undo=lambda: services.saved(path, directory),
+        undo=lambda: services.saves.end(path, directory),
     )
 
 
@@ -149,6 +155,7 @@ async def _prepare_sampler(services: Services, run: Run, number: int) -> Prepare
     if await services.store.read(SamplerRow, "sampler", sampler_id=sampler_id):
         raise number_taken(number)
     directory = services.files.sampler(sampler_id)
+    services.disk.reserve(row.org_id, str(directory), kind_of(row.base_model, row.lora, False))
     return Prepared(
         make_job=lambda request_id: SaveState(
             job_id=request_id,
@@ -159,19 +166,8 @@ async def _prepare_sampler(services: Services, run: Run, number: int) -> Prepare
             optimizer=False,
         ),
         context={"sampler_id": sampler_id},
+        undo=lambda: services.disk.release(str(directory)),
     )
-
-
-async def check_disk_cap(services: Services) -> None:
-    """Refuse another checkpoint where they take all that is allowed, and room may not be made."""
-    cap = services.config.disk_cap_bytes
-    used = await make_room(services)
-    if cap is not None and used >= cap:
-        raise InvalidInputError(
-            f"checkpoints take {used // 2**20} MB, which is all this server allows ({cap // 2**20} MB); "
-            "delete some or give them a ttl",
-            field="path",
-        )
 
 
 def check_ttl(ttl_seconds: int) -> None:
@@ -190,7 +186,7 @@ async def load_weights(services: Services, call: Call) -> Answer:
         source = await _loadable(services, call, request)
         row = run.row
         _check_fits(row, source)
-        place = services.files.loads(row.model_id) / secrets.token_hex(8)
+        place = _second_name(services, row.model_id, source)
         await asyncio.to_thread(link_tree, Path(source.directory), place)
         return Prepared(
             make_job=lambda request_id: LoadState(
@@ -202,10 +198,15 @@ async def load_weights(services: Services, call: Call) -> Answer:
                 optimizer=request.optimizer,
             ),
             context={"path": source.path, "model_id": row.model_id},
-            undo=lambda: remove_tree(place),
         )
 
     return await submit_training(services, call, "load_weights", prepare)
+
+
+def _second_name(services: Services, model_id: str, source: CheckpointRow) -> Path:
+    """Return where a run's links to a checkpoint are. They are named after what is loaded, which never changes, so a
+    request that is sent again has the same; they stay as long as the run."""
+    return services.files.loads(model_id) / digest_of(source.directory.encode())[:16]
 
 
 async def _create_via_load(services: Services, call: Call, request: wire.LoadWeightsRequest) -> Answer:
@@ -218,10 +219,8 @@ async def _create_via_load(services: Services, call: Call, request: wire.LoadWei
             f"base_model: {request.base_model!r}, but {source.path} was trained on {source.base_model}",
             field="base_model",
         )
-    card_of(services, source.base_model)
-    # Named after what is loaded: a number may come again with another path when its first request was not accepted.
-    name = digest_of(source.directory.encode())[:16]
-    place = services.files.loads(f"{session.session_id}:train:{request.model_seq_id}") / name
+    card_of(services.backend, source.base_model)
+    place = _second_name(services, f"{session.session_id}:train:{request.model_seq_id}", source)
     await asyncio.to_thread(link_tree, Path(source.directory), place)
     return await create(
         services,
@@ -245,9 +244,13 @@ async def _loadable(services: Services, call: Call, request: wire.LoadWeightsReq
         raise InvalidInputError(
             f"path: {source.path} is an export and cannot be loaded; use a weights path", field="path"
         )
+    if not Path(source.directory).is_dir():
+        raise InvalidInputError(
+            f"path: the files of {source.path} no longer exist; use another checkpoint", field="path"
+        )
     if source.kind != "weights" and request.optimizer:
         raise InvalidInputError(
-            f"path: {source.path} has no optimizer state; load it without, or use a weights path", field="path"
+            f"path: {source.path} has no optimizer state; load it without one, or use a weights path", field="path"
         )
     return source
 
@@ -264,7 +267,7 @@ def _check_fits(row: ModelRow, source: CheckpointRow) -> None:
     if wrong:
         raise InvalidInputError(
             f"path: {source.path} does not fit {row.model_id}: {', '.join(wrong)}; "
-            "create_training_client_from_state makes a model that fits",
+            "create_training_client_from_state creates a model that fits",
             field="path",
         )
 
@@ -287,7 +290,7 @@ async def weights_info(services: Services, call: Call) -> Answer:
 
 
 async def copy_weights(services: Services, call: Call) -> Answer:
-    """A checkpoint under a run of the caller's own, in a project or a session."""
+    """Copy a checkpoint to a run of the caller, in a project or a session."""
     check_open(services)
     request: wire.CopyWeightsRequest = call.message
     token = request.weights_access_token or call.headers.get(ACCESS_TOKEN_HEADER)
@@ -302,8 +305,9 @@ async def copy_weights(services: Services, call: Call) -> Answer:
     taken = await services.store.read(CheckpointRow, "checkpoint", path=path)
     if taken and taken[0].digest == source.digest:
         return reply(wire.CopyWeightsResponse(tinker_path=path))
-    if taken or path in services.saving:
-        raise InvalidInputError(f"source_path: {path} exists already; copy to another number", field="source_path")
+    if taken or path in services.saves:
+        raise InvalidInputError(f"source_path: {path} already exists; use another model_seq_id", field="source_path")
+    services.disk.check(session.org_id, source.size_bytes, "source_path")
     directory = services.files.checkpoint(model_id, source.kind, source.name, secrets.token_hex(8))
     await asyncio.to_thread(link_tree, Path(source.directory), directory)
     owner = {"org_id": session.org_id, "user_id": session.user_id, "project_id": session.project_id}
@@ -339,24 +343,24 @@ async def copy_weights(services: Services, call: Call) -> Answer:
     except StoreError:
         await asyncio.to_thread(remove_tree, directory)
         raise
+    services.disk.add(session.org_id, source.size_bytes)
     return reply(wire.CopyWeightsResponse(tinker_path=path))
 
 
 async def _copy_target(
     services: Services, call: Call, request: wire.CopyWeightsRequest, now: float
 ) -> tuple[SessionRow, list[Any]]:
-    """The session under which a copy lies; copies into a project get one of their own, which is over at once. A request
-    that is sent again finds the session of the first time by its idempotency key."""
+    """Return the session of a copy. A copy into a project gets a session of its own, which has ended at once; a
+    request that is sent again finds it by its idempotency key."""
     if request.session_id is not None:
         return await services.access.live_session(call.caller, request.session_id), []
     key = call.headers.get(IDEMPOTENCY_HEADER)
-    session_id = str(
-        uuid.uuid4() if key is None else uuid.UUID(digest_of(call.caller.user_id.encode(), key.encode())[:32])
-    )
+    project_id = call.caller.project_for(request.destination_project_id or None)
+    names = call.caller.namespace
+    session_id = str(uuid.uuid4() if key is None else uuid.UUID(digest_of(*names, key.encode())[:32]))
     known = await services.store.read(SessionRow, "session", session_id=session_id)
     if known:
         return known[0], []
-    project_id = request.destination_project_id or call.caller.project_id
     session = SessionRow(
         session_id=session_id,
         org_id=call.caller.org_id,
@@ -372,12 +376,12 @@ async def _copy_target(
     )
     statements = [statement("insert_session", session)]
     if project_id is not None:
-        statements.insert(0, await project_statement(services, call.caller, project_id))
+        statements.insert(0, project_statement(services, call.caller, project_id))
     return session, statements
 
 
 def audit(services: Services, call: Call, event: str, row: CheckpointRow, details: Mapping[str, Any]) -> Any:
-    """What was done to a checkpoint, by whom."""
+    """Return the audit entry for what was done to a checkpoint."""
     return statement(
         "insert_audit",
         AuditRow(
@@ -389,6 +393,7 @@ def audit(services: Services, call: Call, event: str, row: CheckpointRow, detail
             details=msgspec.json.encode(dict(details)).decode(),
             model_id=row.model_id,
             tinker_path=row.path,
+            project_id=row.project_id,
         ),
     )
 

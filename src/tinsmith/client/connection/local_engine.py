@@ -1,0 +1,224 @@
+"""The local engine of this machine's user: found if it is running, started if not.
+
+One per data directory, shared by all processes of the user. A lock file lets one at a time look for it; `embedded.json`
+beside it says where it listens. A dead one is noticed (its health is asked for) and replaced. The server ends by itself
+when it has not been used for a while (`TINSMITH_KEEP`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from tinsmith.config import LOCAL, ClientConfig, EmbeddedConfig
+from tinsmith.errors import TinkerError
+
+START_TIMEOUT_S = 900.0
+"""The first start may have to download and convert a model."""
+HEALTH_TIMEOUT_S = 2.0
+SAY_AFTER_S = 1.0
+"""If starting takes longer than this, a message says so."""
+
+NOT_INSTALLED = (
+    "Neither a server address nor a key is set, and the local engine is not installed. "
+    "Install it (pip install 'tinsmith[server]'), or set TINKER_BASE_URL and TINKER_API_KEY for a server of your own, "
+    "or TINKER_API_KEY alone (a key that begins with tml-) for the hosted service."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The URL of a local server, and its key."""
+
+    url: str
+    key: str = dataclasses.field(repr=False)
+    pid: int
+
+
+def client_config(**overrides: Any) -> ClientConfig:
+    """Return the settings of a client, with the local engine's URL if none is set."""
+    config = ClientConfig.from_env(**overrides)
+    if config.base_url != LOCAL:
+        return config
+    address = embedded_address(EmbeddedConfig.from_env(os.environ))
+    return dataclasses.replace(config, base_url=address.url, api_key=address.key)
+
+
+def embedded_address(config: EmbeddedConfig) -> Address:
+    """Return the engine for these settings, starting it if needed."""
+    check_installed()
+    config.data_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(config.data_dir / "embedded.lock"):
+        found = _read(config.data_dir / "embedded.json")
+        if found is not None and _is_alive(found):
+            return found
+        arguments = ["--data-dir", str(config.data_dir)]
+        settings = {"TINSMITH_MODELS_DIR": str(config.models_dir)}
+        if config.keep_s != float("inf"):
+            settings["TINSMITH_EXIT_WHEN_IDLE_S"] = str(config.keep_s)
+        address, process = start_server(arguments, settings, config.data_dir / "embedded.log")
+        _let_go(process)
+        _write(config.data_dir / "embedded.json", address)
+        return address
+
+
+def running_address(config: EmbeddedConfig) -> Address | None:
+    """Return the engine for these settings if it is running; never starts one."""
+    found = _read(config.data_dir / "embedded.json")
+    return found if found is not None and _is_alive(found) else None
+
+
+@contextlib.contextmanager
+def local_server(
+    models: Mapping[str, str] | None, data_dir: str | Path | None, settings: Mapping[str, object] | None
+) -> Iterator[Address]:
+    """Run a server for the duration of a `with` block. See `tinsmith.client.service.local` for the arguments."""
+    check_installed()
+    with contextlib.ExitStack() as stack:
+        place = Path(data_dir) if data_dir is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        place.mkdir(parents=True, exist_ok=True)
+        arguments = ["--data-dir", str(place)]
+        for name, source in (models or {}).items():
+            arguments += ["--model", f"{name}={source}"]
+        named = {"models_dir": EmbeddedConfig.from_env(os.environ).models_dir, **(settings or {})}
+        environ = {f"TINSMITH_{name.upper()}": str(value) for name, value in named.items()}
+        address, process = start_server(arguments, environ, place / "server.log")
+        stack.callback(_end, process)
+        yield address
+
+
+def check_installed() -> None:
+    """Raise an error that says what to install if the server's packages are missing."""
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn", "torch")):
+        raise TinkerError(NOT_INSTALLED)
+
+
+def start_server(
+    arguments: list[str], settings: Mapping[str, str], log: Path
+) -> tuple[Address, subprocess.Popen[bytes]]:
+    """Start `tinsmith serve` on a free port and return once it listens. Its log goes to a file."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TINSMITH_", "TINKER_"))}
+    with log.open("ab") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tinsmith", "serve", "--port", "0", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            bufsize=0,  # what has been read ahead would be invisible to select
+            env=kept | dict(settings),
+            start_new_session=True,
+        )
+    url, key_file = _announced(process, log)
+    key = key_file.read_text().strip() if key_file is not None else settings.get("TINSMITH_API_KEY", "")
+    return Address(url, key, process.pid), process
+
+
+def _announced(process: subprocess.Popen[bytes], log: Path) -> tuple[str, Path | None]:
+    """Return the URL that a starting server prints, and the file with its key, if there is one."""
+    assert process.stdout is not None
+    began, is_announced = time.monotonic(), False
+    url = key_line = ""
+    while not (url and key_line):
+        line = _line(process.stdout, SAY_AFTER_S)
+        if line is None:
+            if not is_announced:
+                is_announced = True
+                sys.stderr.write(f"tinsmith: starting the local engine (log: {log})\n")
+            if time.monotonic() - began > START_TIMEOUT_S:
+                process.kill()
+                raise TinkerError(f"the local engine did not start within {START_TIMEOUT_S:g} s; see {log}")
+            continue
+        if not line:
+            process.wait()
+            raise TinkerError(f"the local engine could not start: {_last_words(log)} (log: {log})")
+        url = url or _after(line, "export TINKER_BASE_URL=")
+        key_line = key_line or (line if "TINKER_API_KEY" in line else "")
+    if is_announced:
+        sys.stderr.write(f"tinsmith: the local engine listens on {url} ({time.monotonic() - began:.0f} s)\n")
+    file = _after(key_line, "export TINKER_API_KEY=$(cat ").removesuffix(")")
+    return url, Path(shlex.split(file)[0]) if file else None
+
+
+def _line(stream: IO[bytes], timeout_s: float) -> str | None:
+    """Return the next line of a pipe, an empty string at its end, None if nothing came in time."""
+    import select
+
+    ready, _, _ = select.select([stream], [], [], timeout_s)
+    return stream.readline().decode(errors="replace") if ready else None
+
+
+def _after(line: str, prefix: str) -> str:
+    return line.removeprefix(prefix).strip() if line.startswith(prefix) else ""
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("Error: ") if lines else "it printed nothing"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+def _let_go(process: subprocess.Popen[bytes]) -> None:
+    """Stop tracking a server that outlives this process."""
+    if process.stdout is not None:
+        process.stdout.close()
+    process.returncode = 0  # else Python warns that a child is still running
+
+
+def _is_alive(address: Address) -> bool:
+    """Whether a tinsmith server responds at this URL."""
+    try:
+        os.kill(address.pid, 0)
+        with urllib.request.urlopen(f"{address.url}/healthz", timeout=HEALTH_TIMEOUT_S) as answer:
+            return bool(json.load(answer).get("status") == "ok")
+    except (OSError, ValueError, urllib.error.URLError):
+        return False
+
+
+def _read(path: Path) -> Address | None:
+    try:
+        values = json.loads(path.read_text())
+        return Address(values["url"], values["key"], values["pid"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, address: Address) -> None:
+    temporary = path.with_suffix(".new")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        json.dump({"url": address.url, "key": address.key, "pid": address.pid}, file)
+    os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock file; other processes wait for it."""
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,120 @@
+"""Chooses the kernel for products with frozen weights.
+
+A sample is independent of its batch only if a row's product has the same bits whatever the number of rows. On a CPU in
+float32 the weights are therefore copied into the layout of `product`. Without numba, oneDNN is used if a trial shows
+that its kernels for this processor have the same property. Everywhere else the plain torch product is used, and results
+from different batches agree only up to rounding.
+
+Shapes: T rows, D inputs, E outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch.nn.functional import linear
+
+logger = logging.getLogger(__name__)
+
+Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Maps x_TD to y_TE = x_TD W^T + b."""
+
+_ROWS_HINT = 8
+"""Number of rows that oneDNN chooses its layout for; with 1, a single row's result would differ from that of many."""
+_TRIAL_SHAPES = ((576, 1536), (960, 576), (96, 4096), (2048, 64), (3, 33))
+_TRIAL_ROWS = 130
+_TRIAL_COUNTS = (1, 2, 3, 5, 8, 13, 32, 64, 127)
+
+_ONEDNN_BLOCK = 64
+"""oneDNN's layouts round rows and columns up to at most a multiple of this."""
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether products of this device and dtype have the fast, batch-independent form."""
+    return device.type == "cpu" and dtype == torch.float32 and (can_compile() or is_onednn_exact())
+
+
+@functools.cache
+def can_compile() -> bool:
+    """Return whether kernels can be compiled for this processor."""
+    try:
+        from tinsmith.engine.cpu.product import can_multiply
+    except ImportError as error:
+        logger.warning("kernels cannot be compiled, so the engine is slower than it could be: %s", error)
+        return False
+    return can_multiply()
+
+
+@functools.cache
+def is_onednn_exact() -> bool:
+    """Return whether oneDNN's product of a row is independent of the other rows.
+
+    Its kernels for some processors (AMD's with AVX-512, for example) split long sums by the number of rows. This is not
+    documented, so it is tried out.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    drawn = torch.Generator().manual_seed(0)
+    for outputs, inputs in _TRIAL_SHAPES:
+        product = onednn_linear(torch.randn(outputs, inputs, generator=drawn))
+        x_TD = torch.randn(_TRIAL_ROWS, inputs, generator=drawn)
+        all_rows = product(x_TD)
+        if any(not torch.equal(product(x_TD[-count:]), all_rows[-count:]) for count in _TRIAL_COUNTS):
+            return False
+    return True
+
+
+def product_kind(device: torch.device, dtype: torch.dtype) -> str:
+    """Return which kernel `weight_product` uses."""
+    if not can_pack(device, dtype):
+        return "torch"
+    return "compiled" if can_compile() else "onednn"
+
+
+def panel_width(device: torch.device, dtype: torch.dtype) -> int:
+    """Return how many outputs `weight_product` computes together."""
+    if product_kind(device, dtype) != "compiled":
+        return 1
+    from tinsmith.engine.cpu.product import PANEL
+
+    return int(PANEL)
+
+
+def weight_product(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> Product:
+    """Return the product with these weights; on a CPU it holds its own copy of them."""
+    if not can_pack(weight_ED.device, weight_ED.dtype):
+        return lambda x_TD: linear(x_TD, weight_ED, bias_E)
+    if not can_compile():
+        return onednn_linear(weight_ED, bias_E)
+    from tinsmith.engine.cpu.product import PackedWeights
+
+    return PackedWeights(weight_ED, bias_E)
+
+
+def kept_bytes(product: Product, weight_ED: torch.Tensor) -> int:
+    """Return the memory that a product with these weights holds."""
+    if hasattr(product, "size_bytes"):
+        return int(product.size_bytes)
+    rows, columns = (-(-size // _ONEDNN_BLOCK) * _ONEDNN_BLOCK for size in weight_ED.shape)
+    is_packed = can_pack(weight_ED.device, weight_ED.dtype)
+    return (rows * columns if is_packed else weight_ED.numel()) * weight_ED.element_size()
+
+
+def transposed_product(weight_ED: torch.Tensor) -> Product:
+    """Return the map of g_TE to g_TE W; on a CPU it holds its own copy of the weights."""
+    if not can_pack(weight_ED.device, weight_ED.dtype) or not can_compile():
+        return lambda g_TE: g_TE @ weight_ED
+    from tinsmith.engine.cpu.product import PackedWeights
+
+    return PackedWeights(weight_ED.t())
+
+
+def onednn_linear(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> Product:
+    """Return the product with these weights by oneDNN."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight_ED.detach().contiguous(), _ROWS_HINT)
+    product = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x_TD: product(x_TD, packed, bias_E, "none", [], "")

@@ -1,0 +1,70 @@
+"""The one table from errors to HTTP: which status and body a refusal has.
+
+409 is not in it: official clients retry a 409 for five minutes (protocol section 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from tinsmith.errors import InvalidInputError, LimitExceededError, StoreError, TinkerError, WireError
+from tinsmith.server.redaction import redacted_text
+from tinsmith.server.refusals import (
+    GoneError,
+    NotAllowedError,
+    NotAuthenticatedError,
+    NotReadyError,
+    OverLimitError,
+    SlowBodyError,
+    UnknownResourceError,
+    UnsupportedBodyError,
+)
+
+STATUSES: Mapping[type[TinkerError], int] = {
+    LimitExceededError: 413,
+    InvalidInputError: 400,
+    WireError: 422,
+    NotAuthenticatedError: 401,
+    NotAllowedError: 403,
+    UnknownResourceError: 404,
+    GoneError: 410,
+    UnsupportedBodyError: 415,
+    SlowBodyError: 408,
+    OverLimitError: 429,
+    NotReadyError: 503,
+    StoreError: 503,
+}
+"""The first class that the error is an instance of gives the status."""
+
+
+def status_of(error: TinkerError) -> int:
+    """Return the HTTP status of an error; 500 if the table does not have it."""
+    return next((status for kind, status in STATUSES.items() if isinstance(error, kind)), 500)
+
+
+def body_of(error: TinkerError) -> bytes:
+    """Return the JSON body: `detail` for people, `code` for programs, and `field` if one is wrong."""
+    answer: dict[str, Any] = {"detail": redacted_text(str(error)), "code": error.code}
+    field = getattr(error, "field", None)
+    if field is not None:
+        answer["field"] = field
+    if isinstance(error, OverLimitError):
+        answer["retry_after_s"] = error.retry_after_s
+        answer["remaining"] = error.remaining
+    return msgspec.json.encode(answer)
+
+
+def headers_of(error: TinkerError) -> dict[str, str]:
+    """Return when to retry, for errors that pass; a client that sends too slowly is disconnected."""
+    if isinstance(error, SlowBodyError):
+        return {"connection": "close"}
+    if not isinstance(error, (OverLimitError, NotReadyError)):
+        return {}
+    seconds = max(0.0, error.retry_after_s)
+    headers = {"retry-after": str(max(1, round(seconds))), "retry-after-ms": str(round(seconds * 1000))}
+    if isinstance(error, OverLimitError):
+        headers["x-ratelimit-remaining"] = str(error.remaining)
+    return headers

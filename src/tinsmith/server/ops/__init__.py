@@ -1,0 +1,4 @@
+"""Running the server: expiry (`sweeper`), metrics, usage and its sums, traces, the clock.
+
+Nothing here is on the path of a request, except for the counters. Start with `sweeper`.
+"""

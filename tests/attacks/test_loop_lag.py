@@ -1,0 +1,247 @@
+"""Nothing that a tenant sends holds the loop for 20 ms: every route gets its largest bodies and hostile ones."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from support.in_process import API, Answer, Gate, Recorder, serving
+from support.loop_lag import Lag, watched_loop
+
+from tinsmith.config import ServerConfig
+from tinsmith.engine.protocol import ModelCard
+from tinsmith.store.base import statement
+from tinsmith.store.rows import CheckpointRow
+from tinsmith.wire.codecs import zstd
+from tinsmith.wire.codecs.json_codec import encode
+from tinsmith.wire.codecs.proto_training import encode_request
+from tinsmith.wire.messages.training import ForwardBackwardInput, ForwardBackwardRequest
+from tinsmith.wire.routes.own import OWN_ROUTES, SAMPLE_RESULTS, SAMPLES
+from tinsmith.wire.routes.table import ROUTES, Route
+from tinsmith.wire.values.inputs import Datum, ModelInput
+
+MAX_S = 0.02
+TRIES = 4
+KB, MB = 1024, 1024 * 1024
+WIDE = ModelCard(name="wide", vocab_size=200_000, max_context_length=4 * MB)
+JSON = {"content-type": "application/json"}
+PROTOBUF = {"content-type": "application/x-protobuf"}
+MSGPACK = {"content-type": "application/msgpack"}
+ZSTD = {**JSON, "content-encoding": "zstd"}
+Body = tuple[str, bytes, dict[str, str]]
+
+
+def limit(route: Route) -> int:
+    body, config = route.door.body, ServerConfig()
+    return body.max_unpacked_bytes or config.max_unpacked_bytes
+
+
+def fields(route: Route) -> list[str]:
+    return [spec.encode_name for spec in msgspec.structs.fields(route.request)] if route.request is not None else ["x"]
+
+
+def values(size: int) -> Iterator[tuple[str, bytes]]:
+    """JSON of about this size that costs as much as it can."""
+    yield "lists", b"[" + b"[]," * (size // 3 - 2) + b"[]]"
+    yield "objects", b"[" + b"{}," * (size // 3 - 2) + b"{}]"
+    yield "escapes", b'"' + b"\\u0041" * (size // 6 - 1) + b'"'
+    yield "texts", b"[" + b'"a",' * (size // 4 - 2) + b'"a"]'
+    yield "integer", b"9" * size
+    yield "integers", b"[" + b"9" * 4000 + b"," + b"1," * ((size - 4000) // 2 - 2) + b"1]"
+    yield "keys", b"{" + b",".join(b'"%d":1' % i for i in range(size // 10)) + b"}"
+    yield "one key", b'{"' + b"k" * (size - 10) + b'":1}'
+    yield "same key", b"{" + b'"a":1,' * (size // 6 - 2) + b'"a":1}'
+    yield "deep", b"[" * (size // 2) + b"]" * (size // 2)
+    yield "numbers that JSON does not have", b"[" + b"NaN," * (size // 4 - 2) + b"NaN]"
+
+
+def hostile(route: Route) -> Iterator[Body]:
+    size = limit(route) - 200
+    names = fields(route) if size <= MB else fields(route)[:1]
+    for name in names:
+        for what, value in values(min(size, MB) - 100):
+            yield f"{what} in {name}", b'{"%s":%s}' % (name.encode(), value), JSON
+    for what, value in values(size):
+        if size <= MB or what in ("lists", "escapes", "deep"):
+            yield f"{what} alone", value, JSON
+    yield "a long id", b'{"model_id":"%s"}' % (b"\\u0041" * (size // 6 - 10)), JSON
+    yield "bomb", zstd.compress(bytes(8 * limit(route))), ZSTD
+    yield "bomb of lists", zstd.compress(b'{"x":[' + b"[]," * (size // 3 - 10) + b"1]}"), ZSTD
+    yield "fields of protobuf", b"\x48\x01" * (size // 2), PROTOBUF
+    yield "msgpack of nothing", b"\xdd\xff\xff\xff\xff" + b"\xc4\x00" * (size // 2 - 10), MSGPACK
+
+
+async def longest(lag: Lag, send: Callable[[], Awaitable[Answer]]) -> tuple[float, str]:
+    """The least over a few tries of the longest callback: noise only adds."""
+    found = []
+    for _ in range(TRIES):
+        await asyncio.sleep(0)
+        lag.reset()
+        answer = await send()
+        assert answer.status < 500, answer.body
+        await asyncio.sleep(0)
+        found.append((lag.seconds, lag.where))
+        if lag.seconds < MAX_S:
+            break
+    return min(found)
+
+
+def path_of(route: Route) -> str:
+    return re.sub(r"{(\w+)}", lambda match: "weights/a" if match[1] == "checkpoint_id" else "a", route.path)
+
+
+def held(tmp_path: Path) -> Any:
+    """A server whose jobs wait: what is measured is the server's own work."""
+    backend = Recorder(cards=[WIDE], hold=Gate("forward_backward", "sample"))
+    return serving(tmp_path, backend=backend, poll_s=0.01)
+
+
+TAKES_BODY = [route for route in (*ROUTES, *OWN_ROUTES) if route.method in ("POST", "PUT")]
+
+
+@pytest.mark.parametrize("route", TAKES_BODY, ids=lambda route: route.name)
+def test_no_hostile_body_holds_the_loop(tmp_path: Path, route: Route) -> None:
+    async def scenario() -> None:
+        async with held(tmp_path) as server:
+            ann = await server.client(scopes=("all", "admin"))
+            slow = {}
+            with watched_loop() as lag:
+                for what, body, headers in hostile(route):
+                    given = {"x-api-key": ann.key, **headers}
+                    send = partial(server.request, route.method, path_of(route), body, given)
+                    seconds, where = await longest(lag, send)
+                    if seconds >= MAX_S:
+                        slow[what] = (round(seconds, 4), where)
+            assert slow == {}
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def tokens(count: int) -> list[int]:
+    return [index % 199_999 for index in range(count)]
+
+
+def training(model: str, seq: int, datums: int, length: int) -> ForwardBackwardRequest:
+    one = Datum(ModelInput.from_ints(tokens(length)), {"target_tokens": tokens(length), "weights": [0.5] * length})
+    work = ForwardBackwardInput(data=[one] * datums, loss_fn="cross_entropy")
+    return ForwardBackwardRequest(forward_backward_input=work, model_id=model, seq_id=seq)
+
+
+def event(**data: Any) -> dict[str, Any]:
+    known = {"event_id": "e", "event_session_index": 0, "severity": "INFO", "timestamp": "2027-01-15T00:00:00Z"}
+    return {"event": "GENERIC_EVENT", "event_name": "x", "event_data": data, **known}
+
+
+Request = tuple[str, str, bytes, dict[str, str]]
+
+
+def legal(session: str, model: str, sampler: str) -> Iterator[Request]:
+    """The largest that is taken, by route: what, where, and the body."""
+    yield "json", "forward_backward", encode(training(model, 1, 64, 4096)), JSON
+    yield "large json", "forward_backward", encode(training(model, 2, 400, 4096)), JSON
+    yield "protobuf", "forward_backward", encode_request(training(model, 3, 64, 4096)), PROTOBUF
+    yield "many datums", "forward_backward", encode_request(training(model, 4, 4096, 8)), PROTOBUF
+    packed = zstd.compress(encode_request(training(model, 5, 480, 4096)))
+    yield "packed", "forward_backward", packed, {**PROTOBUF, "content-encoding": "zstd"}
+    sample = {"sampling_session_id": sampler, "prompt": prompt(2_000_000), "sampling_params": {"max_tokens": 4}}
+    yield "prompt", "asample", msgspec.json.encode(sample), JSON
+    one = msgspec.json.encode({**sample, "prompt": prompt(16_000)})
+    yield "prompts", SAMPLES.path, msgspec.msgpack.encode([one] * 256), MSGPACK
+    events = [event(text="\\" * 1000) for _ in range(100)]
+    batch = {"events": events, "platform": "x", "sdk_version": "x", "session_id": session}
+    yield "telemetry", "telemetry", msgspec.json.encode(batch), JSON
+    metadata = {f"{index}": "x" * 100 for index in range(250)}
+    named = {"user_metadata": metadata, "display_name": "x" * 1000, "tags": ["x" * 20] * 100}
+    yield "metadata", "create_session", msgspec.json.encode(named), JSON
+    told = [f"{index:026}" for index in range(32_000)]
+    poll = {"target": {"sampling_session_id": sampler}, "timeout": 0.01, "retrieved_request_ids": told}
+    for path in ("retrieve_futures", SAMPLE_RESULTS.path):
+        yield "ids", path, msgspec.json.encode(poll), JSON
+
+
+def prompt(count: int) -> dict[str, Any]:
+    return {"chunks": [{"type": "encoded_text", "tokens": tokens(count)}]}
+
+
+def test_no_legal_body_holds_the_loop(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with held(tmp_path) as server:
+            ann = await server.client(scopes=("all", "admin"))
+            session = await ann.session()
+            model = await ann.model(session, base_model=WIDE.name)
+            sampler = await ann.sampler(session, base_model=WIDE.name)
+            slow = {}
+            for what, name, body, headers in legal(session, model, sampler):
+                path = name if name.startswith("/") else API + name
+                send = partial(server.request, "POST", path, body, {"x-api-key": ann.key, **headers})
+                with watched_loop() as lag:
+                    answer = await send()
+                    assert answer.status == 200, (what, path, answer.body[:300])
+                    seconds, where = await longest(lag, send)
+                if seconds >= MAX_S:
+                    slow[f"{what} of {path}"] = (round(seconds, 4), where)
+            assert slow == {}
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def test_no_list_holds_the_loop(tmp_path: Path) -> None:
+    """A tenant that has kept much gets it without holding up others."""
+
+    async def scenario() -> None:
+        async with held(tmp_path) as server:
+            ann = await server.client(scopes=("all", "admin"))
+            session = await ann.session(user_metadata={"a": ["x"] * 7000})
+            model = await ann.model(session, base_model=WIDE.name, user_metadata={"a": ["x"] * 7000})
+            path = await ann.save(model, 1, "one", user_metadata={f"{index}": "x" * 100 for index in range(250)})
+            row = server.services.access.sessions[session]
+            found = (await server.rows(CheckpointRow, "checkpoint", path=path))[0]
+            for number in range(1000):
+                await server.store.write(
+                    statement("insert_session", replaced(row, session_id=f"{number}")),
+                    statement("put_checkpoint", replaced(found, path=f"{path}{number}", name=f"one{number}")),
+                )
+            search = msgspec.json.encode({"user_metadata": {"b": "c"}, "limit": 200})
+            everything = msgspec.json.encode({"limit": 200})
+            slow = {}
+            for method, name, body in (
+                ("POST", "sessions/search", search),
+                ("POST", "sessions/search", everything),
+                ("GET", "sessions?limit=1000", b""),
+                ("GET", "training_runs?limit=1000", b""),
+                ("GET", "checkpoints?limit=1000", b""),
+                ("GET", f"training_runs/{model}/checkpoints", b""),
+            ):
+                send = partial(server.request, method, API + name, body, {"x-api-key": ann.key, **JSON})
+                with watched_loop() as lag:
+                    seconds, where = await longest(lag, send)
+                if seconds >= MAX_S:
+                    slow[name] = (round(seconds, 4), where)
+            assert slow == {}
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+
+def replaced(row: Any, **changes: Any) -> Any:
+    return type(row)(**{**row.parameters(), **changes})
+
+
+def test_no_scrape_holds_the_loop(tmp_path: Path) -> None:
+    """With a series for every route and kind of job there are thousands of lines in /metrics."""
+
+    async def scenario() -> None:
+        async with held(tmp_path) as server:
+            for route in (*ROUTES, *OWN_ROUTES):
+                for status in (200, 400, 404, 429):
+                    server.services.metrics.request(route.name, status, 0.1)
+            with watched_loop() as lag:
+                seconds, where = await longest(lag, partial(server.request, "GET", "/metrics"))
+            assert seconds < MAX_S, where
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

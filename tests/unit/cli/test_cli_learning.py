@@ -1,0 +1,157 @@
+"""The loops behind `train` and `demo --rl`, with a model that writes down what is asked of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tinsmith.cli.train.command import _interrupts
+from tinsmith.cli.train.demo_rl import FACTS, UNSEEN, reward
+from tinsmith.cli.train.rl import Question, RlPlan, reinforce
+from tinsmith.cli.train.sft import Plan, Saved, Watcher, fine_tune
+from tinsmith.client.runtime.futures import Future
+
+
+def done(value: Any) -> Any:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+class Recording:
+    """A training client; `calls` are its operations in order."""
+
+    def __init__(self, answers: tuple[str, ...] = ()) -> None:
+        self.calls: list[str] = []
+        self.data: list[Any] = []
+        self._answers = answers
+
+    def save_state(self, name: str) -> Any:
+        self.calls.append(name)
+        return done(SimpleNamespace(path=f"tinker://run/weights/{name}"))
+
+    def forward_backward(self, data: Any, loss: str) -> Any:
+        self.calls.append(loss)
+        self.data.append(data)
+        return done(SimpleNamespace(metrics={"loss:sum": 1.0}))
+
+    def optim_step(self, params: Any) -> Any:
+        self.calls.append(f"step at {params.learning_rate:.3g}")
+        return done(None)
+
+    def save_weights_and_get_sampling_client(self) -> Any:
+        return self
+
+    def sample(self, prompt: Any, count: int, params: Any) -> Any:
+        texts = [self._answers[i % len(self._answers)] for i in range(count)]
+        sequences = [
+            SimpleNamespace(tokens=list(text.encode()), logprobs=[-1.0] * len(text), stop_reason="stop")
+            for text in texts
+        ]
+        return done(SimpleNamespace(sequences=sequences))
+
+
+class Counting:
+    """An objective whose batches are numbers."""
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead = ahead
+
+    def step(self, training: Any, batch: Any, params: Any) -> Any:
+        training.calls.append(f"batch {batch[0]}")
+        training.optim_step(params)
+        return lambda: (float(batch[0]), {})
+
+    def score(self, training: Any, items: Any) -> Any:
+        training.calls.append("score")
+        return lambda: (0.5, {})
+
+    def tokens(self, batch: Any) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_checkpoint_has_its_place_between_two_steps(ahead: int) -> None:
+    training, saved = Recording(), list[Saved]()
+    plan, batches = Plan(learning_rate=1.0), [[n] for n in range(1, 6)]
+    count = fine_tune(
+        training, Counting(ahead), batches, plan, Watcher(saved=saved.append), first=1, save_every=2, held_out=[0]
+    )
+    assert count == 5
+    assert training.calls == [
+        *("batch 2", "step at 0.8", "step-000002", "score", "batch 3", "step at 0.6"),
+        *("batch 4", "step at 0.4", "step-000004", "score", "batch 5", "step at 0.2"),
+    ]
+    assert [(point.step, point.path, point.held_out) for point in saved] == [
+        (2, "tinker://run/weights/step-000002", (0.5, {})),
+        (4, "tinker://run/weights/step-000004", (0.5, {})),
+    ]
+
+
+def test_what_is_under_way_is_finished_when_it_stops() -> None:
+    training, steps = Recording(), list[int]()
+    watcher = Watcher(step=lambda progress: steps.append(progress.step), is_stopping=lambda: bool(steps))
+    assert fine_tune(training, Counting(2), [[n] for n in range(9)], Plan(), watcher) == 2
+    assert steps == [1, 2]
+
+
+def test_the_first_interrupt_asks_and_the_second_ends() -> None:
+    said: list[str] = []
+    with _interrupts(said.append) as asked:
+        assert not asked
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked
+        assert "Press Ctrl-C again to quit" in said[0]
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+class Letters:
+    def decode(self, tokens: Any, skip_special_tokens: bool = False) -> str:
+        return bytes(tokens).decode()
+
+
+def test_advantages_are_centred_in_their_group() -> None:
+    training = Recording(("good", "bad"))
+    question = Question((1, 2, 3), lambda text, _: 1.0 if text == "good" else 0.0)
+    plan = RlPlan(steps=1, questions=1, samples=4, learning_rate=0.1)
+    (step,) = reinforce(training, Letters(), [question], plan, lambda _: None)
+    assert (step.reward, step.best, step.used) == (0.5, "good", 4)
+    assert training.calls == ["importance_sampling", "step at 0.1"]
+    good, bad = (datum.loss_fn_inputs for datum in training.data[0][:2])
+    assert good["advantages"].tolist() == [0.0, 0.0, *[0.125] * 4]
+    assert bad["advantages"].tolist() == [0.0, 0.0, *[-0.125] * 3]
+    assert good["logprobs"].tolist() == [0.0, 0.0, -1.0, -1.0, -1.0, -1.0]
+    assert good["target_tokens"].tolist() == [2, 3, *b"good"]
+
+
+def test_a_group_of_equals_teaches_nothing() -> None:
+    training = Recording(("same",))
+    plan = RlPlan(steps=2, questions=1, samples=4)
+    steps = reinforce(training, Letters(), [Question((1, 2), lambda *_: 0.3)], plan, lambda _: None)
+    assert [step.used for step in steps] == [0, 0]
+    assert training.calls == []
+
+
+def test_all_questions_come_before_any_comes_again() -> None:
+    questions = [Question((number,), lambda *_: 0.0) for number in range(5)]
+    batches = list(RlPlan(steps=5, questions=3).batches(questions))
+    order = [question.tokens[0] for batch in batches for question in batch]
+    assert [len(batch) for batch in batches] == [3] * 5
+    assert sorted(order[:5]) == sorted(order[5:10]) == sorted(order[10:]) == list(range(5))
+
+
+def test_the_demos_reward() -> None:
+    assert reward("Paris", True, "Paris") == 1.0
+    assert reward("paris.", True, "Paris") == 1.0
+    assert reward("It is Paris", True, "Paris") == pytest.approx(0.8)
+    assert reward("Paris " * 20, True, "Paris") == 0.0
+    assert reward("It is Paris", False, "Paris") < reward("It is Paris", True, "Paris")
+    assert reward("Rome", True, "Paris") == 0.0
+    assert reward("", True, "Paris") == 0.0
+    assert not {question for question, _ in FACTS} & {question for question, _ in UNSEEN}
