@@ -67,8 +67,8 @@ class Terminal:
     def press(self, keys: str, pattern: str) -> str:
         """Press keys, again every few seconds, until something new matches.
 
-        For Ctrl-C at a prompt: a signal that arrives after CPython's readline showed the prompt and before it waits for input
-        is noticed only with the next key (`readline_until_enter_or_signal` in Modules/readline.c).
+        For Ctrl-C at a prompt: a signal that arrives after CPython's readline showed the prompt and before it waits
+        for input is noticed only with the next key (`readline_until_enter_or_signal` in Modules/readline.c).
         """
         for _ in range(int(PATIENCE_S / AGAIN_S)):
             self.type(keys)
