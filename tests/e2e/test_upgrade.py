@@ -1,7 +1,7 @@
 """A data directory that the previous schema wrote: the server opens it, and what was in training continues.
 
-The directory is written by this version. Its database is then rebuilt as the version before wrote it: the schema without
-the newest migration, with the rows that fit. `tests/contract/test_store_schema.py` has databases of the first schema.
+This version writes the directory. Its database is then rebuilt as the version before wrote it: the schema without the
+newest migration, with the rows that fit. `tests/contract/test_store_schema.py` has databases of the first schema.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_a_run_that_began_under_the_previous_schema_continues(
     model = make_tiny(tmp_path / "model")
     settings = {"dtype": "float32", "threads": 1}
     with ServerProcess(tmp_path / "data", "--model", f"tiny={model}", backend="local", **settings) as server:
-        client = connect(server.url, api_key=server.key)
+        client = connect(server.url, api_key=server.key, retry_deadline_s=WAIT_S)
         wanted = losses(client.create_lora_training_client("tiny", rank=4, seed=0), 4)
         training = client.create_lora_training_client("tiny", rank=4, seed=0)
         before = losses(training, 2)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
-import pytest
 import limit_tables
+import pytest
 
 from tinsmith import errors
 from tinsmith.cli.main import main as cli
@@ -452,6 +452,31 @@ def test_every_limit_that_a_user_meets_is_listed() -> None:
     shown = {row.fixed for row in rows if row.setting is None}
     assert {name for name, value in constants.items() if value not in shown} <= set(limit_tables.OTHER_CONSTANTS)
     assert set(limit_tables.OTHER_CONSTANTS) <= set(constants)
+
+
+def test_troubleshooting_quotes_what_the_program_says() -> None:
+    """Phrases in the first column are messages, error classes, codes or fields; `...` stands for a value."""
+    text = (ROOT / "docs" / "howto" / "troubleshooting.md").read_text()
+    seen = re.findall(r"^\| (.+?) \|", text.partition("\n## It does not start")[2], re.MULTILINE)
+    quoted = [phrase for cell in seen for phrase in re.findall(r"`([^`]+)`", cell)]
+    ours = [phrase for phrase in quoted if not phrase.startswith(("tinsmith ", "pip ")) and phrase not in NOT_OURS]
+    assert len(ours) > 10
+    said = _said()
+    parts = [part.strip(" :") for phrase in ours for part in phrase.split("...")]
+    assert [part for part in parts if part not in said and part not in NOT_OURS] == []
+
+
+NOT_OURS = ("Address already in use", "result()", "nan", "inf")
+"""Phrases of the operating system and of Python."""
+
+
+def _said() -> str:
+    """Return every string of the source, and the names of its classes and their fields."""
+    trees = [ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
+    fields = [ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)]
+    return "\n".join([*texts, *fields, *(node.name for node in nodes if isinstance(node, ast.ClassDef))])
 
 
 def test_the_telemetry_policy_has_the_clients_and_the_servers_numbers() -> None:
