@@ -23,6 +23,10 @@ from tinsmith.errors import TinkerError
 
 LOCAL = "local"
 """As a `base_url`: the engine on this machine, shared by the user's clients and started when one needs it."""
+LOCAL_ENGINE_FILE = "embedded.json"
+"""In a data directory: the address and the process of the local engine, written by the client that started it."""
+SERVER_LOCK_FILE = "server.lock"
+"""In a data directory: locked by the server that uses it; holds its process id."""
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 """The default `base_url` of official clients."""
 

@@ -114,7 +114,7 @@ def test_steps_that_a_server_joined_and_thinned() -> None:
 
 
 def test_a_mean_goes_over_weights_whatever_their_scale() -> None:
-    """`tinsmith train` scales them so that the sum is the mean; dividing by tokens again would show too small a loss."""
+    """`tinsmith train` scales them so that the sum is the mean; dividing by tokens again would make it too small."""
     steps = Steps()
     (scaled,) = steps.add([point(1, "optim_step", loss_sum=4.98, tokens_sum=7.0, weights_sum=1.0)])
     assert scaled.metrics["loss"] == pytest.approx(4.98)

@@ -221,9 +221,7 @@ def _news(extensions: Any, run_id: str, every: float) -> Iterator[tuple[Steps, l
 def _follow_lines(extensions: Any, run_id: str, every: float) -> None:
     import json
 
-    state = ""
-    for _, new, page in _news(extensions, run_id, every):
-        state = page["state"]
+    for _, new, _page in _news(extensions, run_id, every):
         for step in new:
             if wants_json():
                 echo(json.dumps(_plain(step)))
@@ -231,7 +229,7 @@ def _follow_lines(extensions: Any, run_id: str, every: float) -> None:
                 shown = "  ".join(f"{name} {value:.4g}" for name, value in step.metrics.items())
                 echo(f"step {step.number}  {shown}")
     if not wants_json():
-        echo(f"run ended ({state})")
+        echo("run ended")
 
 
 def _follow_live(extensions: Any, run_id: str, every: float) -> None:
