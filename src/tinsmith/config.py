@@ -174,6 +174,13 @@ def instruction_limit(environ: Mapping[str, str]) -> str:
     return environ.get("ONEDNN_MAX_CPU_ISA", "")
 
 
+def numba_cache_dirs(environ: Mapping[str, str]) -> list[Path]:
+    """Return the directories in which numba caches compiled code if it cannot do so beside its source."""
+    home = Path(environ.get("HOME", "~")).expanduser()
+    usual = Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "numba"
+    return [Path(environ["NUMBA_CACHE_DIR"]), usual] if environ.get("NUMBA_CACHE_DIR") else [usual]
+
+
 @dataclass(frozen=True, slots=True)
 class StoredCredential:
     """A key from the credentials file, and the only server to which it is sent."""

@@ -22,6 +22,7 @@ COMMANDS = {
         "checkpoint",
         "List, download, export, import and delete checkpoints.",
     ),
+    "clean": ("tinsmith.cli.server.clean", "clean", "Show what is stored on this machine, or delete some of it."),
     "completion": (
         "tinsmith.cli.manage.completion",
         "completion",

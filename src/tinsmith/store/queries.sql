@@ -319,6 +319,9 @@ DELETE FROM jobs WHERE lane = :lane;
 -- name: sessions_to_prune
 SELECT session_id FROM sessions WHERE ended_at < :before AND pruned = 0 ORDER BY ended_at LIMIT :limit;
 
+-- name: sessions_unpruned
+SELECT * FROM sessions WHERE pruned = 0 ORDER BY created_at, session_id;
+
 -- name: set_session_pruned
 UPDATE sessions SET pruned = 1 WHERE session_id = :session_id;
 
@@ -415,6 +418,9 @@ SELECT * FROM checkpoints WHERE model_id = :model_id ORDER BY created_at, path;
 
 -- name: first_checkpoints_of_model
 SELECT * FROM checkpoints WHERE model_id = :model_id ORDER BY created_at, path LIMIT :limit;
+
+-- name: first_checkpoints
+SELECT * FROM checkpoints ORDER BY created_at, path LIMIT :limit;
 
 -- name: newest_checkpoint
 SELECT * FROM checkpoints WHERE model_id = :model_id AND kind = :kind ORDER BY created_at DESC, path DESC LIMIT 1;
