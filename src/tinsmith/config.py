@@ -174,11 +174,15 @@ def instruction_limit(environ: Mapping[str, str]) -> str:
     return environ.get("ONEDNN_MAX_CPU_ISA", "")
 
 
-def numba_cache_dirs(environ: Mapping[str, str]) -> list[Path]:
-    """Return the directories in which numba caches compiled code if it cannot do so beside its source."""
+def numba_cache_dir(environ: Mapping[str, str]) -> tuple[Path, bool]:
+    """Return a directory in which numba caches compiled code, and whether it is the only one (`NUMBA_CACHE_DIR`).
+
+    Otherwise it caches code beside its source, and uses this directory if it cannot write there.
+    """
+    if environ.get("NUMBA_CACHE_DIR"):
+        return Path(environ["NUMBA_CACHE_DIR"]), True
     home = Path(environ.get("HOME", "~")).expanduser()
-    usual = Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "numba"
-    return [Path(environ["NUMBA_CACHE_DIR"]), usual] if environ.get("NUMBA_CACHE_DIR") else [usual]
+    return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "numba", False
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,6 +141,7 @@ def test_one_row_for_each_kind_of_work() -> None:
     assert "longer" in first[4]
     assert "/" in first[2]
     assert second[:4] == ("optim_step", 1, "-", "-")
+    assert second[4] == "up to 500 ms / up to 500 ms"
 
 
 @dataclass

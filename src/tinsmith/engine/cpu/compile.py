@@ -14,7 +14,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from tinsmith.config import numba_cache_dirs
+from tinsmith.config import numba_cache_dir
 from tinsmith.engine.machine import processor
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,11 @@ SHARES = ("sampling", "training")
 
 
 def kernel_files() -> list[Path]:
-    """Return the files of compiled kernels in numba's cache: beside their source, or in a directory of the user."""
+    """Return the files of compiled kernels in numba's cache: beside their source, or in another directory."""
     here = Path(__file__).resolve().parent
     name = f"{here.name}_{hashlib.sha1(str(here).encode(), usedforsecurity=False).hexdigest()}"  # as numba names it
-    places = [here / "__pycache__", *(place / name for place in numba_cache_dirs(os.environ))]
+    elsewhere, is_only = numba_cache_dir(os.environ)
+    places = [elsewhere / name, *([] if is_only else [here / "__pycache__"])]
     return [path for place in places for path in place.glob("*.nb[ic]")]
 
 
