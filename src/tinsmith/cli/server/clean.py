@@ -18,7 +18,7 @@ import click
 
 from tinsmith.cli.connection import confirmed, reported
 from tinsmith.cli.output import echo, formatted, plural, print_json, print_table, size, wants_json
-from tinsmith.cli.server.storage import KINDS, stored
+from tinsmith.cli.server.storage import KINDS, data_dir_option, stored
 from tinsmith.config import ServerConfig
 
 DELETABLE = tuple(dict.fromkeys(choice for _, choice in KINDS.values() if choice is not None))
@@ -38,11 +38,7 @@ class Doomed:
 
 @click.command()
 @click.argument("choices", nargs=-1, metavar="[KIND]...", type=click.Choice(DELETABLE))
-@click.option(
-    "--data-dir",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="The data directory.  [default: TINSMITH_DATA_DIR, or ~/.local/share/tinsmith]",
-)
+@data_dir_option
 @click.option("--database", metavar="URL", help="The server's database, if it is not in the data directory.")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")

@@ -11,21 +11,13 @@ import click
 
 from tinsmith.cli.connection import confirmed, operations, reported
 from tinsmith.cli.output import duration, echo, formatted, plural, print_json, wants_json
+from tinsmith.cli.server.storage import data_dir_option
 
 if TYPE_CHECKING:
     from tinsmith.client.connection.local_engine import Address
 
 BEATING_S = 30.0
 """A client sends a heartbeat every 10 s; one that was silent for this long has gone."""
-
-
-def data_dir_option(command: Any) -> Any:
-    """Give a command `--data-dir`, for the data directory of the local engine."""
-    return click.option(
-        "--data-dir",
-        type=click.Path(path_type=Path, file_okay=False),
-        help="The engine's data directory.  [default: TINSMITH_DATA_DIR, or ~/.local/share/tinsmith]",
-    )(command)
 
 
 @click.command()

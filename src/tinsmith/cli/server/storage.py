@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
+
+import click
 
 from tinsmith.cli.output import size
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 KINDS: Mapping[str, tuple[str, str | None]] = {
     "models": ("base models, downloaded and converted; made again when needed", "models"),
@@ -20,6 +25,15 @@ KINDS: Mapping[str, tuple[str, str | None]] = {
     "other": ("logs, secrets", None),
 }
 """For each kind: what it holds, and the name by which `tinsmith clean` deletes it."""
+
+
+def data_dir_option(command: F) -> F:
+    """Give a command `--data-dir`: the data directory of the local engine, or of a server on this machine."""
+    return click.option(
+        "--data-dir",
+        type=click.Path(path_type=Path, file_okay=False),
+        help="The data directory.  [default: TINSMITH_DATA_DIR, or ~/.local/share/tinsmith]",
+    )(command)
 
 
 def stored(data_dir: Path, models_dir: Path) -> dict[str, int]:
