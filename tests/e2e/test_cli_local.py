@@ -126,6 +126,17 @@ def test_the_status_of_the_local_engine(cli: Cli, server: ServerProcess) -> None
     assert "Stored on this machine: " in cli.fails("status")
 
 
+def test_doctor_shows_what_is_stored(cli: Cli, place: Path) -> None:
+    (place / "checkpoints").mkdir(parents=True)
+    (place / "checkpoints" / "weights").write_bytes(b"x" * 1_500_000)
+    checks = {
+        each["check"]: each["detail"]
+        for each in json.loads(cli.run("doctor", "--quick", "-f", "json").stdout)["checks"]
+    }
+    assert "checkpoints 1.5 MB" in checks["storage"]
+    assert "tinsmith clean" in checks["storage"]
+
+
 def test_the_status_of_a_key_with_limits(server: ServerProcess, tmp_path: Path) -> None:
     limits = ("--requests-per-minute", "600", "--tokens-per-day", "1000", "--data-dir", str(server.data_dir))
     key = Cli(None, None, tmp_path)("key", "create", "capped", *limits).strip()
