@@ -23,6 +23,10 @@ from tinsmith.errors import TinkerError
 
 LOCAL = "local"
 """As a `base_url`: the engine on this machine, shared by the user's clients and started when one needs it."""
+LOCAL_ENGINE_FILE = "embedded.json"
+"""In a data directory: the address and the process of the local engine, written by the client that started it."""
+SERVER_LOCK_FILE = "server.lock"
+"""In a data directory: locked by the server that uses it; holds its process id."""
 HOSTED_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 """The default `base_url` of official clients."""
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -174,6 +178,17 @@ def is_same_server(one: Any, other: Any) -> bool:
 def instruction_limit(environ: Mapping[str, str]) -> str:
     """Return the instruction set that oneDNN is limited to (`ONEDNN_MAX_CPU_ISA`); empty: no limit."""
     return environ.get("ONEDNN_MAX_CPU_ISA", "")
+
+
+def numba_cache_dir(environ: Mapping[str, str]) -> tuple[Path, bool]:
+    """Return a directory in which numba caches compiled code, and whether it is the only one (`NUMBA_CACHE_DIR`).
+
+    Otherwise it caches code beside its source, and uses this directory if it cannot write there.
+    """
+    if environ.get("NUMBA_CACHE_DIR"):
+        return Path(environ["NUMBA_CACHE_DIR"]), True
+    home = Path(environ.get("HOME", "~")).expanduser()
+    return Path(environ.get("XDG_CACHE_HOME") or home / ".cache") / "numba", False
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,7 @@ def test_a_table_of_runs(world: World) -> None:
         assert heading in text
     assert f"{world.run} " in text
     assert "rank 4" in text
+    assert "active" in text
     chosen = world.cli("run", "list", "-c", "checkpoint,owner", "--limit", "1")
     assert chosen.startswith("1 training run (1 more; use --limit)")
     assert "Last Checkpoint" in chosen
@@ -154,7 +155,7 @@ def test_a_table_of_runs(world: World) -> None:
 
 def test_a_run_in_full(world: World) -> None:
     text = world.cli("run", "info", world.run)
-    for part in (MODEL, "rank 4", "live", f"{world.session} (active)", world.path("two"), "Metadata: note"):
+    for part in (MODEL, "rank 4", "active", f"{world.session} (active)", world.path("two"), "Metadata: note"):
         assert part in text
     assert "0 not finished" in text
 

@@ -249,9 +249,38 @@ def test_a_run_is_ended(cli: Cli, training: TrainingClient) -> None:
     declined = cli.run("run", "kill", run, given="n\n")
     assert (declined.exit_code, declined.stdout) == (0, "")
     assert cli.json("run", "kill", run, "-y") == {"training_run_id": run, "state": "unloaded"}
-    assert "unloaded" in cli("run", "info", run)
-    assert "was unloaded" in cli.fails("run", "kill", run, "-y")
+    assert "finished" in cli("run", "info", run)
+    assert "finished" in cli("run", "list", "-c", "id,status").partition(run)[2].splitlines()[0]
+    assert f"{run} has already finished" in cli.fails("run", "kill", run, "-y")
     assert "does not exist" in cli.fails("run", "kill", "nope", "-y")
+
+
+def test_a_run_is_deleted(cli: Cli, server: ServerProcess, training: TrainingClient, rest: RestClient) -> None:
+    step(training)
+    path = training.save_state("one").result().path
+    training.load_state(path).result()
+    training.save_weights_for_sampler("two").result()
+    run = training.model_id
+    files = server.data_dir / "checkpoints" / run.replace(":", "_")
+    loads = server.data_dir / "loads" / run.replace(":", "_")
+    assert files.is_dir()
+    assert loads.is_dir()
+    assert f"{run} is active; end it first: tinsmith run kill {run}" in cli.fails("run", "delete", run, "-y")
+    cli("run", "kill", run, "-y")
+    declined = cli.run("run", "delete", run, given="n\n")
+    assert (declined.exit_code, declined.stdout) == (0, "")
+    assert "(2 checkpoints, " in declined.stderr
+    assert "Nothing was changed." in declined.stderr
+    answer = cli.json("run", "delete", run, "-y")
+    assert (answer["training_run_id"], answer["checkpoints"]) == (run, 2)
+    assert answer["size_bytes"] > 0
+    assert not loads.exists()
+    assert [place for place in files.rglob("*") if place.is_file()] == []
+    assert "does not exist" in cli.fails("run", "info", run)
+    assert "does not exist" in cli.fails("run", "plot", run)
+    assert "does not exist" in cli.fails("run", "delete", run, "-y")
+    assert run not in cli("checkpoint", "list", "--limit", "0")
+    assert run not in [item["training_run_id"] for item in cli.json("run", "list", "--limit", "0")["runs"]]
 
 
 def test_a_session_is_finished(cli: Cli, training: TrainingClient) -> None:
@@ -273,7 +302,7 @@ def test_watching_ends_with_the_run(cli: Cli, training: TrainingClient) -> None:
     cli("run", "kill", training.model_id, "-y")
     rest, problem = watching.communicate(timeout=30)
     assert (watching.returncode, rest, problem) == (0, "", "")
-    assert cli("run", "watch", training.model_id).splitlines()[-1] == "run ended (unloaded)"
+    assert cli("run", "watch", training.model_id).splitlines()[-1] == "run ended"
 
 
 def test_ctrl_c_ends_a_watch_with_130(cli: Cli, training: TrainingClient) -> None:

@@ -76,6 +76,9 @@ def test_a_run_that_was_interrupted_goes_on_exactly(env: dict[str, str]) -> None
     assert "tinsmith chat --checkpoint tinker://" in whole.output
     assert losses("whole")[-1] < losses("whole")[0] / 2
     assert "<svg" in Path("whole/report.html").read_text()
+    plotted = run("run", "plot", json.loads(Path("whole/state.json").read_text())["run"], "--format", "json")
+    drawn = [step["metrics"]["loss"] for step in json.loads(plotted.stdout)["steps"]]
+    assert drawn == pytest.approx(losses("whole"), rel=1e-5)
 
     with Terminal([*TINSMITH, *options, "--out", "parts"], env) as terminal:
         terminal.wait_for(r"loss \d")

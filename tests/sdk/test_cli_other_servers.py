@@ -36,6 +36,7 @@ def test_runs_and_checkpoints_of_any_server(
     path = training.save_state("one").result(10).path
     assert [run["training_run_id"] for run in cli.json("run", "list")["runs"]] == [training.model_id]
     assert "OK" in cli("run", "info", training.model_id)
+    assert "OK" in cli("run", "list")
     assert cli.json("model", "list")["models"]
     if release == "0.3":
         assert MISSING in cli.fails("checkpoint", "list", "--run-id", training.model_id)
@@ -45,6 +46,8 @@ def test_runs_and_checkpoints_of_any_server(
     assert cli.json("checkpoint", "delete", path, "-y") == {"deleted_count": 1, "failed": []}
     assert "does not record the metrics of runs" in cli.fails("run", "plot", training.model_id)
     assert "does not record the metrics of runs" in cli.fails("run", "watch", training.model_id)
+    if release != "0.3":
+        assert "cannot delete runs" in cli.fails("run", "delete", training.model_id, "-y")
 
 
 def test_sessions_of_any_server(

@@ -156,6 +156,7 @@ OF_SOMEBODY: dict[str, Callable[[World], list[Ask]]] = {
     "get_external_weights_urls": lambda w: [ask("get_external_weights_urls", **w.checkpoint)],
     "get_checkpoint_archive": lambda w: [ask("get_checkpoint_archive", **w.checkpoint)],
     "run_metrics": lambda w: [ask("run_metrics", training_run_id=w.model)],
+    "delete_run": lambda w: [ask("delete_run", training_run_id=w.model)],
     "sample_stream": lambda w: [ask("sample_stream", sample(w.sampler, 50))],
     "sample_results": lambda w: [ask("sample_results", target(w))],
 }

@@ -49,6 +49,9 @@ async def main(directory: Path) -> dict[str, int]:
         for number in range(1, 7):
             await ann.save(model, number, f"w{number}")
         other = await ann.session()
+        ended = await ann.model(session, 1)
+        await ann.save(ended, 1, "w1")
+        await ann.result(await ann.post("unload_model", {"model_id": ended}))
         await ann.get(f"sessions/{session}/trace_export")
         fill(directory)
         await insert_until_full(store)
@@ -64,6 +67,9 @@ async def main(directory: Path) -> dict[str, int]:
             answers[f"ttl {round_}"] = (await ann.call("PUT", f"{runs}/w6/ttl", {"ttl_seconds": 5})).status
             fill(directory)
             answers[f"delete {round_}"] = (await ann.call("DELETE", f"{runs}/w{round_ + 1}")).status
+        fill(directory)
+        await insert_until_full(store)
+        answers["delete run"] = (await ann.call("DELETE", f"/tinsmith/v1/training_runs/{ended}")).status
         fill(directory)
         answers["finish"] = (await ann.post(f"sessions/{other}/finish", {"reason": {"type": "success"}})).status
         left = [item["checkpoint_id"] for item in (await ann.get("checkpoints")).json["checkpoints"]]

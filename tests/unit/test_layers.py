@@ -40,8 +40,10 @@ ALLOWED_LAZILY: dict[str, set[str]] = {
     "tinsmith.cli.server.serve": {"server"},
     "tinsmith.cli.checkpoint.export": {"engine"},
     "tinsmith.cli.checkpoint.import_": {"engine"},
+    "tinsmith.cli.server.clean": {"engine", "server", "store"},
     "tinsmith.cli.server.doctor": {"engine"},
     "tinsmith.cli.server.key": {"server", "store"},
+    "tinsmith.cli.server.storage": {"engine", "server"},
     "tinsmith.server.app": {"engine"},
 }
 ROOMS: dict[str, list[set[str]]] = {
@@ -89,7 +91,7 @@ SERVER_DOORS: dict[str, set[str]] = {
         "tinsmith.server.routes",
     },
     "tinsmith.server.app": {"tinsmith.server.process"},
-    "tinsmith.server.process": {"tinsmith.cli.server.serve"},
+    "tinsmith.server.process": {"tinsmith.cli.server.clean", "tinsmith.cli.server.serve"},
 }
 """The server's sub-packages share one value (`Services`), so they have no floors. But only the listed modules may
 import these."""

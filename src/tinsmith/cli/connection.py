@@ -32,6 +32,11 @@ _URL = "tinsmith.base_url"
 
 def connected(command: F) -> F:
     """Give a command `--base-url`, and report errors of the SDK in a few lines with exit code 1."""
+    return server_option(reported(command))
+
+
+def reported(command: F) -> F:
+    """Report errors of the SDK in a few lines with exit code 1."""
 
     @functools.wraps(command)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +47,7 @@ def connected(command: F) -> F:
         except TinkerError as error:
             raise click.ClickException(explained(error)) from None
 
-    return server_option(run)  # type: ignore[return-value]
+    return run  # type: ignore[return-value]
 
 
 def server_option(command: F) -> F:

@@ -22,6 +22,7 @@ COMMANDS = {
         "checkpoint",
         "List, download, export, import and delete checkpoints.",
     ),
+    "clean": ("tinsmith.cli.server.clean", "clean", "Show what is stored on this machine, or delete some of it."),
     "completion": (
         "tinsmith.cli.manage.completion",
         "completion",
@@ -32,11 +33,12 @@ COMMANDS = {
     "eval": ("tinsmith.cli.talk.evaluate", "evaluate", "Evaluate models on a file of examples."),
     "key": ("tinsmith.cli.server.key", "key", "Create, list and revoke a server's API keys."),
     "model": ("tinsmith.cli.manage.model", "model", "List a server's base models."),
-    "run": ("tinsmith.cli.manage.run", "run", "List, inspect, plot, watch and end training runs."),
+    "run": ("tinsmith.cli.manage.run", "run", "List, inspect, plot, watch, end and delete training runs."),
     "sample": ("tinsmith.cli.talk.sample", "sample", "Sample from a model or a checkpoint."),
     "serve": ("tinsmith.cli.server.serve", "serve", "Run a Tinker server."),
     "session": ("tinsmith.cli.manage.session", "session", "List, inspect and end sessions; export traces."),
     "status": ("tinsmith.cli.manage.status", "status", "Show whether the server is up and what it is doing."),
+    "stop": ("tinsmith.cli.server.stop", "stop", "End the local engine on this machine."),
     "train": ("tinsmith.cli.train.command", "train", "Fine-tune a model on a JSONL file; can be resumed."),
     "usage": ("tinsmith.cli.manage.usage", "usage", "Summarize tokens, compute time, storage and cost."),
 }

@@ -41,6 +41,10 @@ def check_name(name: str, field: str = "path") -> str:
     return name
 
 
+DIRECTORIES = ("checkpoints", "samplers", "loads", "snapshots", "traces", "uploads")
+"""What a data directory has besides the database and single files."""
+OF_RUNS = ("samplers", "snapshots", "loads")
+"""Those whose entries are named after a session, and go when the session is pruned."""
 DOWNLOADED = ("checkpoints", "traces")
 """Directories whose files can have signed URLs; the database, the secret and the keys are elsewhere."""
 ROOM_S = 0.25
@@ -60,7 +64,7 @@ class Files:
         """Create the directories, accessible to this user only."""
         self.root.mkdir(parents=True, exist_ok=True)
         os.chmod(self.root, 0o700)
-        for name in ("checkpoints", "samplers", "loads", "snapshots", "traces", "uploads"):
+        for name in DIRECTORIES:
             (self.root / name).mkdir(exist_ok=True)
 
     def checkpoint(self, model_id: str, kind: str, name: str, request_id: str) -> Path:
@@ -247,3 +251,13 @@ def run_names(data_dir: Path) -> frozenset[str]:
     """Return the runs that have files in a data directory, each by its `segment`."""
     found = (path for kind in ("checkpoints", "snapshots", "loads") for path in (data_dir / kind).glob("*"))
     return frozenset(path.name for path in found if path.is_dir() and not path.name.startswith("."))
+
+
+def run_places(data_dir: Path) -> list[Path]:
+    """Return the directories of runs and their samplers, other than checkpoints."""
+    return [place for kind in OF_RUNS for place in sorted((data_dir / kind).glob("*"))]
+
+
+def session_of(place: Path) -> str:
+    """Return the session that one of `run_places` belongs to; its name begins with the session's id."""
+    return place.name.partition("_")[0]

@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from tinsmith.config import ServerConfig
+from tinsmith.config import LOCAL_ENGINE_FILE, SERVER_LOCK_FILE, EmbeddedConfig, ServerConfig
 from tinsmith.errors import TinkerError
 from tinsmith.printable import PrintableLines
 from tinsmith.server.app import drain, make_app, make_backend, make_services, make_store
@@ -52,21 +52,40 @@ def sole_user(
     data_dir: Path, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[None]:
     """Lock a data directory until the end of the block; the error names the process that has it."""
-    with (data_dir / "server.lock").open("a+") as file:
+    with (data_dir / SERVER_LOCK_FILE).open("a+") as file:
         end = clock() + PATIENCE_S
         while not _is_locked(file.fileno()):
             if clock() >= end:
                 file.seek(0)
-                raise TinkerError(
-                    f"{data_dir} is in use by another server, process {file.read().strip() or 'unknown'}; "
-                    "stop that one, or choose another --data-dir"
-                )
+                raise TinkerError(_in_use(data_dir, file.read().strip()))
             sleep(PAUSE_S)
         file.seek(0)
         file.truncate()
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield
+
+
+def _in_use(data_dir: Path, holder: str) -> str:
+    """Return which process uses a data directory, and how to stop it."""
+    try:
+        is_local = str(msgspec.json.decode((data_dir / LOCAL_ENGINE_FILE).read_bytes())["pid"]) == holder
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        is_local = False
+    if is_local:
+        option = (
+            ""
+            if data_dir == EmbeddedConfig.from_env(os.environ).data_dir
+            else f" --data-dir {shlex.quote(str(data_dir))}"
+        )
+        return (
+            f"{data_dir} is in use by your own local engine, process {holder}, which a client started; "
+            f"stop it with: tinsmith stop{option}, or choose another --data-dir"
+        )
+    return (
+        f"{data_dir} is in use by another server, process {holder or 'unknown'}; "
+        "stop that one, or choose another --data-dir"
+    )
 
 
 def _is_locked(descriptor: int) -> bool:

@@ -28,6 +28,8 @@ URGENT = frozenset(
     {
         "delete_checkpoint",
         "delete_checkpoint_as_it_was",
+        "close_model",
+        "delete_model",
         "set_checkpoint_public",
         "set_checkpoint_expires_at",
         "set_session_status",

@@ -140,6 +140,13 @@ UPDATE models SET used_at = :used_at WHERE model_id = :model_id AND used_at < :u
 -- name: set_model_state
 UPDATE models SET state = :state WHERE model_id = :model_id;
 
+-- Changes no row of a run that takes work. One that is parked does not come back with its session afterwards.
+-- name: close_model
+UPDATE models SET state = 'unloaded' WHERE model_id = :model_id AND state <> 'live';
+
+-- name: delete_model
+DELETE FROM models WHERE model_id = :model_id;
+
 -- The first fault is kept: later ones usually follow from it.
 -- name: set_model_fault
 UPDATE models SET fault = :fault WHERE model_id = :model_id AND fault IS NULL;
@@ -305,9 +312,15 @@ WHERE lane = :lane AND seq <= :seq AND state <> 'queued' AND length(job) > 0;
 -- name: journal_bytes_of_lane
 SELECT CAST(COALESCE(SUM(length(job)), 0) AS BIGINT) AS size_bytes FROM jobs WHERE lane = :lane AND seq > :seq;
 
+-- name: delete_jobs_of_lane
+DELETE FROM jobs WHERE lane = :lane;
+
 -- Sessions whose results and journal nobody can ask for any more. `pruned` marks those that are done.
 -- name: sessions_to_prune
 SELECT session_id FROM sessions WHERE ended_at < :before AND pruned = 0 ORDER BY ended_at LIMIT :limit;
+
+-- name: sessions_unpruned
+SELECT * FROM sessions WHERE pruned = 0 ORDER BY created_at, session_id;
 
 -- name: set_session_pruned
 UPDATE sessions SET pruned = 1 WHERE session_id = :session_id;
@@ -330,6 +343,9 @@ VALUES (:request_id, :encoding, :digest, :started_at, :finished_at, :body) ON CO
 
 -- name: result
 SELECT * FROM results WHERE request_id = :request_id;
+
+-- name: delete_results_of_lane
+DELETE FROM results WHERE request_id IN (SELECT request_id FROM jobs WHERE lane = :lane);
 
 -- name: result_heads_of_session
 SELECT results.request_id, results.encoding, results.digest, results.started_at, results.finished_at,
@@ -399,6 +415,12 @@ SELECT * FROM checkpoints WHERE path = :path;
 
 -- name: checkpoints_of_model
 SELECT * FROM checkpoints WHERE model_id = :model_id ORDER BY created_at, path;
+
+-- name: first_checkpoints_of_model
+SELECT * FROM checkpoints WHERE model_id = :model_id ORDER BY created_at, path LIMIT :limit;
+
+-- name: first_checkpoints
+SELECT * FROM checkpoints ORDER BY created_at, path LIMIT :limit;
 
 -- name: newest_checkpoint
 SELECT * FROM checkpoints WHERE model_id = :model_id AND kind = :kind ORDER BY created_at DESC, path DESC LIMIT 1;

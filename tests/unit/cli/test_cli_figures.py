@@ -113,6 +113,18 @@ def test_steps_that_a_server_joined_and_thinned() -> None:
     assert next_one.number == 8
 
 
+def test_a_mean_goes_over_weights_whatever_their_scale() -> None:
+    """`tinsmith train` scales them so that the sum is the mean; dividing by tokens again would make it too small."""
+    steps = Steps()
+    (scaled,) = steps.add([point(1, "optim_step", loss_sum=4.98, tokens_sum=7.0, weights_sum=1.0)])
+    assert scaled.metrics["loss"] == pytest.approx(4.98)
+    (plain,) = steps.add([point(2, "optim_step", loss_sum=6.0, tokens_sum=4.0, weights_sum=2.0)])
+    assert plain.metrics["loss"] == 3.0
+    (gradients,) = steps.add([point(3, "optim_step", loss_sum=6.0, tokens_sum=4.0, weights_sum=-0.5)])
+    assert "loss" not in gradients.metrics
+    assert main_metric([gradients]) == "loss:sum"
+
+
 def test_steps_of_a_server_that_names_the_optimizers_metrics_without_their_prefix() -> None:
     (only,) = Steps().add([{**point(2, "optim_step", loss_sum=6.0), "metrics": {"loss:sum": 6.0, "step": 9.0}}])
     assert only.metrics == {"loss:sum": 6.0, "optim/step": 9.0}
@@ -129,6 +141,7 @@ def test_one_row_for_each_kind_of_work() -> None:
     assert "longer" in first[4]
     assert "/" in first[2]
     assert second[:4] == ("optim_step", 1, "-", "-")
+    assert second[4] == "up to 500 ms / up to 500 ms"
 
 
 @dataclass

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tinsmith.cli.report import Points
 
 LOSS = "loss"
-"""Our name for the loss per token, where the server reports the number of tokens."""
+"""Our name for the mean loss, where the server reports the weights or the number of the tokens."""
 SHOWN = 10
 """Steps in the table of `watch`."""
 
@@ -75,9 +75,13 @@ def joined(passes: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _with_loss(metrics: dict[str, float]) -> dict[str, float]:
-    """Add the loss per token, if the server reports the number of tokens."""
-    tokens = metrics.get("tokens:sum")
-    return {LOSS: metrics["loss:sum"] / tokens, **metrics} if tokens and "loss:sum" in metrics else metrics
+    """Add the mean loss, if the server reports what the sum goes over.
+
+    A mean over weights does not depend on their scale; `tinsmith train` scales them so that they add up to 1. Weights
+    that add up to 0 or less are not those of a mean, but gradients of a loss that the client computes.
+    """
+    count = metrics.get("weights:sum", metrics.get("tokens:sum", 0.0))
+    return {LOSS: metrics["loss:sum"] / count, **metrics} if count > 0 and "loss:sum" in metrics else metrics
 
 
 def pages(extensions: Any, run_id: str, after: int = -1) -> Iterator[dict[str, Any]]:
@@ -217,9 +221,7 @@ def _news(extensions: Any, run_id: str, every: float) -> Iterator[tuple[Steps, l
 def _follow_lines(extensions: Any, run_id: str, every: float) -> None:
     import json
 
-    state = ""
-    for _, new, page in _news(extensions, run_id, every):
-        state = page["state"]
+    for _, new, _page in _news(extensions, run_id, every):
         for step in new:
             if wants_json():
                 echo(json.dumps(_plain(step)))
@@ -227,7 +229,7 @@ def _follow_lines(extensions: Any, run_id: str, every: float) -> None:
                 shown = "  ".join(f"{name} {value:.4g}" for name, value in step.metrics.items())
                 echo(f"step {step.number}  {shown}")
     if not wants_json():
-        echo(f"run ended ({state})")
+        echo("run ended")
 
 
 def _follow_live(extensions: Any, run_id: str, every: float) -> None:

@@ -96,6 +96,7 @@ class _Silent:
 def _checks(quick: bool) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
     yield "installation", installation
     yield "data directory", data_directory
+    yield "storage", storage
     has_engine = all(_version(name) for name in EXTRAS["server"])
     if has_engine:
         yield "default model", default_model
@@ -155,6 +156,16 @@ def data_directory() -> list[Check]:
         return [Check("data directory", BROKEN, f"{place}: {error.strerror}", step)]
     is_roomy = free >= MIN_FREE_BYTES
     return [Check("data directory", OK if is_roomy else NOTE, f"{place}, {size(free)} free", "" if is_roomy else step)]
+
+
+def storage() -> list[Check]:
+    """Show what is stored on this machine."""
+    from tinsmith.cli.server.storage import described, stored
+    from tinsmith.config import EmbeddedConfig
+
+    config = EmbeddedConfig.from_env(os.environ)
+    found = described(stored(config.data_dir, config.models_dir))
+    return [Check("storage", OK, f"{found}; to delete some of it: tinsmith clean")]
 
 
 def default_model() -> list[Check]:

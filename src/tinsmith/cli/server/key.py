@@ -101,28 +101,46 @@ def create(name: str, org: str, user: str | None, **options: Any) -> None:
 @_database
 @formatted
 def list_keys(data_dir: Path | None, database: str | None) -> None:
-    """List keys; only a hint of each is shown."""
+    """List keys with their limits and what is left of these; only a hint of each key is shown.
+
+    Tokens are counted per user, from midnight UTC, when requests finish.
+    """
 
     async def read(store: Any) -> Any:
         from tinsmith.store.rows import KeyRow
 
-        return await store.read(KeyRow, "keys")
+        rows = await store.read(KeyRow, "keys")
+        return [(row, await _tokens_left(store, row)) for row in rows]
 
-    rows = _with_store(data_dir, database, read)
+    found = _with_store(data_dir, database, read)
     if wants_json():
-        shown = [{name: value for name, value in row.parameters().items() if name != "digest"} for row in rows]
-        print_json({"keys": shown})
+        shown = [{**row.parameters(), "tokens_left_today": left} for row, left in found]
+        print_json({"keys": [{name: value for name, value in row.items() if name != "digest"} for row in shown]})
         return
-    columns = ("Key ID", "Name", "Hint", "Org", "User", "Scopes", "Created", "Expires", "State")
-    print_table(columns, [_cells(row) for row in rows])
+    columns = ("Key ID", "Name", "Hint", "Org", "User", "Scopes", "Created", "Expires", "State", "Per Minute")
+    print_table((*columns, "Tokens Left Today"), [_cells(row, left) for row, left in found])
 
 
-def _cells(row: Any) -> tuple[Any, ...]:
+async def _tokens_left(store: Any, row: Any) -> int | None:
+    """Return what is left of a key's daily tokens; None if it has no such limit."""
+    from tinsmith.store.rows import CountRow
+
+    if row.tokens_per_day is None:
+        return None
+    midnight = int(time.time() // _DAY_S) * _DAY_S // 3600
+    used: list[CountRow] = await store.read(
+        CountRow, "tokens_of_user", org_id=row.org_id, user_id=row.user_id, since_hour=midnight
+    )
+    return max(0, int(row.tokens_per_day) - used[0].count)
+
+
+def _cells(row: Any, left: int | None) -> tuple[Any, ...]:
     state = "revoked" if row.revoked_at is not None else "expired" if _is_over(row.expires_at) else "active"
     scopes = ", ".join(json.loads(row.scopes))
     return (
         row.key_id, row.name, row.hint, row.org_id, row.user_id, scopes, _moment(row.created_at),
-        _moment(row.expires_at), state,
+        _moment(row.expires_at), state, row.requests_per_minute,
+        f"{left} of {row.tokens_per_day}" if left is not None else None,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 One per data directory, shared by all processes of the user. A lock file lets one at a time look for it; `embedded.json`
 beside it says where it listens. A dead one is noticed (its health is asked for) and replaced. The server ends by itself
-when it has not been used for a while (`TINSMITH_KEEP`).
+when it has not been used for a while (`TINSMITH_KEEP`), or when it is stopped (`stop_engine`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import importlib.util
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -29,6 +30,8 @@ from tinsmith.config import (
     DEFAULT_MODEL_MB,
     DEFAULT_MODEL_PACKAGE,
     LOCAL,
+    LOCAL_ENGINE_FILE,
+    SERVER_LOCK_FILE,
     ClientConfig,
     EmbeddedConfig,
 )
@@ -39,6 +42,9 @@ START_TIMEOUT_S = 900.0
 HEALTH_TIMEOUT_S = 2.0
 SAY_AFTER_S = 1.0
 """If starting takes longer than this, a message says so."""
+STOP_TIMEOUT_S = 120.0
+"""Longer than a server takes to drain and to end its engine."""
+LOG_NAME = "embedded.log"
 
 NOT_INSTALLED = (
     "Neither a server address nor a key is set, and the local engine is not installed. "
@@ -54,6 +60,10 @@ class Address:
     url: str
     key: str = dataclasses.field(repr=False)
     pid: int
+    started_at: float | None = None
+    """Seconds since the epoch."""
+    keep_s: float | None = None
+    """The idle time after which it ends by itself; None: never, or not known."""
 
 
 def client_config(**overrides: Any) -> ClientConfig:
@@ -70,17 +80,19 @@ def embedded_address(config: EmbeddedConfig) -> Address:
     check_installed()
     config.data_dir.mkdir(parents=True, exist_ok=True)
     with _locked(config.data_dir / "embedded.lock"):
-        found = _read(config.data_dir / "embedded.json")
+        found = _read(config.data_dir / LOCAL_ENGINE_FILE)
         if found is not None and _is_alive(found):
             return found
         sys.stderr.write(first_start_note(config.models_dir))
         arguments = ["--data-dir", str(config.data_dir)]
         settings = {"TINSMITH_MODELS_DIR": str(config.models_dir)}
-        if config.keep_s != float("inf"):
-            settings["TINSMITH_EXIT_WHEN_IDLE_S"] = str(config.keep_s)
-        address, process = start_server(arguments, settings, config.data_dir / "embedded.log")
+        keep_s = config.keep_s if config.keep_s != float("inf") else None
+        if keep_s is not None:
+            settings["TINSMITH_EXIT_WHEN_IDLE_S"] = str(keep_s)
+        started, process = start_server(arguments, settings, config.data_dir / LOG_NAME)
         _let_go(process)
-        _write(config.data_dir / "embedded.json", address)
+        address = dataclasses.replace(started, started_at=time.time(), keep_s=keep_s)
+        _write(config.data_dir / LOCAL_ENGINE_FILE, address)
         return address
 
 
@@ -97,8 +109,51 @@ def first_start_note(models_dir: Path) -> str:
 
 def running_address(config: EmbeddedConfig) -> Address | None:
     """Return the engine for these settings if it is running; never starts one."""
-    found = _read(config.data_dir / "embedded.json")
+    found = _read(config.data_dir / LOCAL_ENGINE_FILE)
     return found if found is not None and _is_alive(found) else None
+
+
+def server_process(data_dir: Path) -> int | None:
+    """Return the process of the server that uses a data directory, if there is one."""
+    import fcntl
+
+    try:
+        with (data_dir / SERVER_LOCK_FILE).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return int(file.read().strip() or 0)
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def is_local_engine(data_dir: Path, pid: int) -> bool:
+    """Whether the server that uses a data directory was started by a client, and not with `tinsmith serve`."""
+    found = _read(data_dir / LOCAL_ENGINE_FILE)
+    return found is not None and found.pid == pid
+
+
+def stop_engine(
+    data_dir: Path, pid: int, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
+) -> None:
+    """Ask the local engine to end, and return when it has: it finishes running work first, within a bound.
+
+    Clients that need an engine wait until then, and start a new one.
+    """
+    with _locked(data_dir / "embedded.lock"):
+        if server_process(data_dir) != pid:
+            return
+        os.kill(pid, signal.SIGTERM)
+        end = clock() + STOP_TIMEOUT_S
+        while server_process(data_dir) == pid:
+            if clock() >= end:
+                raise TinkerError(
+                    f"the local engine did not end within {STOP_TIMEOUT_S:g} s; see {data_dir / LOG_NAME}, or end it "
+                    f"with: kill -9 {pid} (accepted work resumes after the next start)"
+                )
+            sleep(0.05)
+        (data_dir / LOCAL_ENGINE_FILE).unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -220,7 +275,7 @@ def _is_alive(address: Address) -> bool:
 def _read(path: Path) -> Address | None:
     try:
         values = json.loads(path.read_text())
-        return Address(values["url"], values["key"], values["pid"])
+        return Address(values["url"], values["key"], values["pid"], values.get("started_at"), values.get("keep_s"))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -229,7 +284,7 @@ def _write(path: Path, address: Address) -> None:
     temporary = path.with_suffix(".new")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        json.dump({"url": address.url, "key": address.key, "pid": address.pid}, file)
+        json.dump(dataclasses.asdict(address), file)
     os.replace(temporary, path)
 
 

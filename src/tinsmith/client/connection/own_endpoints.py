@@ -21,13 +21,16 @@ from tinsmith.errors import NotFoundError, RequestInfo, TinkerError
 from tinsmith.transport.base import HttpRequest, HttpResponse, Purpose
 from tinsmith.transport.multipart import Multipart
 from tinsmith.wire.routes.own import (
+    DELETE_RUN,
     IMPORT_MULTIPART,
     IMPORT_PARTS,
     IMPORT_WEIGHTS,
     MSGPACK_TYPE,
+    QUOTA,
     RUN_METRICS,
     STATUS,
     USAGE,
+    DeletedRun,
 )
 from tinsmith.wire.routes.table import Route
 from tinsmith.wire.rules import faults
@@ -61,6 +64,26 @@ class Extensions:
         """Return what the server is doing now; None if it does not report that."""
         response = self.page(STATUS.path)
         return _object(response) if response.status == 200 else None
+
+    def quota(self) -> dict[str, Any] | None:
+        """Return the caller's limits and what is left of them; None if the server does not report that."""
+        response = self.page(QUOTA.path)
+        return _object(response) if response.status == 200 else None
+
+    def delete_run(self, training_run_id: str) -> DeletedRun:
+        """Delete a run that has ended, with everything that belongs to it."""
+
+        async def run() -> DeletedRun:
+            connection = self._holder.connection
+            await connection.ready()
+            if not connection.extensions.get(DELETE_RUN.name):
+                raise TinkerError(
+                    f"{connection.config.base_url} cannot delete runs (tinsmith serve can); to delete a run's "
+                    f"checkpoints: tinsmith checkpoint delete --run-id {training_run_id}"
+                )
+            return cast(DeletedRun, await connection.call(DELETE_RUN, path={"training_run_id": training_run_id}))
+
+        return self._holder.submit(DELETE_RUN.name, run()).result()
 
     def run_metrics(self, training_run_id: str, after: int = -1, limit: int | None = None) -> dict[str, Any]:
         """Return a page of a run's metrics, and the state of the run."""

@@ -6,12 +6,15 @@ in the last bit, and an engine that restarts must compute exactly what it comput
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from tinsmith.config import numba_cache_dir
 from tinsmith.engine.machine import processor
 
 logger = logging.getLogger(__name__)
@@ -33,12 +36,21 @@ SHARES = ("sampling", "training")
 """Two halves of the kernels, compiled by two processes in parallel, since compiling uses one core."""
 
 
+def kernel_files() -> list[Path]:
+    """Return the files of compiled kernels in numba's cache: beside their source, or in another directory."""
+    here = Path(__file__).resolve().parent
+    name = f"{here.name}_{hashlib.sha1(str(here).encode(), usedforsecurity=False).hexdigest()}"  # as numba names it
+    elsewhere, is_only = numba_cache_dir(os.environ)
+    places = [elsewhere / name, *([] if is_only else [here / "__pycache__"])]
+    return [path for place in places for path in place.glob("*.nb[ic]")]
+
+
 def compile_kernels(cache_dir: Path) -> None:
     """Compile all kernels for sampling and training, unless they were compiled on this machine before."""
     note = cache_dir / NOTE
     sources = [Path(__file__).with_name(name).stat().st_mtime_ns for name in SOURCES]
     wanted = f"{processor()}; numba {version('numba')}; {sources}"
-    if note.exists() and wanted in note.read_text().splitlines():
+    if note.exists() and wanted in note.read_text().splitlines() and kernel_files():
         return
     logger.info("compiling kernels for this processor (only done once)", extra={"event": "compiling"})
     processes = [

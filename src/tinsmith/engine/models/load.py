@@ -151,7 +151,7 @@ def gguf_tokenizer(file: GgufFile, cache_dir: Path) -> Path:
             f"{file.path}: the tokenizer has {len(tokenizer.tokens)} tokens, but the model has {file.config.vocab_size}"
         )
     digest = hashlib.sha256(repr(tokenizer).encode()).hexdigest()[:16]
-    directory = cache_dir / f"tokenizer-{digest}"
+    directory = cache_dir / f"{sources.TOKENIZER}{digest}"
     if not (directory / "tokenizer_config.json").exists():
         write_tokenizer(tokenizer, directory)
     return directory

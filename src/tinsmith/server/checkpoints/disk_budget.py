@@ -19,7 +19,7 @@ import msgspec
 
 from tinsmith.engine.protocol import LoraSpec
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.data_dir import ARCHIVE, Files, tree_bytes, upload_bytes
+from tinsmith.server.data_dir import ARCHIVE, Files, run_places, session_of, tree_bytes, upload_bytes
 from tinsmith.server.refusals import OverLimitError
 from tinsmith.store.base import Row, Store
 from tinsmith.store.rows import OrgRow, SessionRow
@@ -172,9 +172,8 @@ def _bytes_by_session(root: Path) -> dict[str, int]:
     A file with several links counts its share for each.
     """
     found: Counter[str] = Counter()
-    for kind in ("samplers", "snapshots", "loads"):
-        for place in (root / kind).glob("*"):
-            found[place.name.partition("_")[0]] += tree_bytes(place)
+    for place in run_places(root):
+        found[session_of(place)] += tree_bytes(place)
     for folder, _, names in os.walk(root / "checkpoints"):  # unlike `glob`, it ignores directories that disappear
         if ARCHIVE in names:
             with contextlib.suppress(FileNotFoundError):

@@ -100,14 +100,15 @@ async def _delete(services: Services, row: CheckpointRow, why: str) -> None:
     if not await services.store.write(statement("delete_checkpoint_as_it_was", row, ends_at=end)):
         return
     services.disk.add(row.org_id, -row.size_bytes)
-    await services.store.write(_audit(row, why, services.clock()))
+    await services.store.write(audit_deletion(row, why, services.clock()))
     await asyncio.to_thread(services.files.remove, row.directory)
     logger.info(
         "checkpoint %s (%d bytes) deleted: %s", row.path, row.size_bytes, why, extra={"event": "checkpoint_deleted"}
     )
 
 
-def _audit(row: CheckpointRow, why: str, now: float) -> Statement:
+def audit_deletion(row: CheckpointRow, why: str, now: float) -> Statement:
+    """Return the entry of the audit log for a checkpoint that its owner did not delete one by one."""
     return statement(
         "insert_audit",
         AuditRow(

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from tinsmith.errors import StoreError
 from tinsmith.server.checkpoints.retention import Retention
 from tinsmith.server.checkpoints.upload_parts import forget_stale
-from tinsmith.server.data_dir import remove_tree
+from tinsmith.server.data_dir import Files, remove_tree
 from tinsmith.server.ops.usage import storage_usage
 from tinsmith.server.runs.curves import catch_up
 from tinsmith.server.runs.registry import creation_lane, loss_lane
 from tinsmith.server.services import Services
-from tinsmith.store.base import Row, Statement, statement
+from tinsmith.store.base import Row, Statement, Store, statement
 from tinsmith.store.rows import ModelRow, SamplerRow, SessionRow
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,30 @@ async def end_session(
         [*made, *(model.model_id for model in models), *(sampler.sampler_id for sampler in samplers)]
     )
     logger.info("session %s ended: %s", row.session_id, status, extra={"event": "session_end"})
+
+
+async def prune_session(store: Store, files: Files, session_id: str, *statements: Statement) -> None:
+    """Delete the journal, the results and the files of a session that is over; checkpoints and curves stay.
+
+    `statements` are written together with that.
+    """
+    samplers = await store.read(SamplerRow, "samplers_of_session", session_id=session_id)
+    models = await store.read(ModelRow, "models_of_session", session_id=session_id)
+    for model in models:
+        await catch_up(store, model.model_id)  # for databases older than curves
+    places = [files.sampler(row.sampler_id) for row in samplers]
+    places += [files.loads(row.model_id) for row in models]
+    places += [files.snapshots(row.model_id) for row in models]
+    files.trace(session_id).unlink(missing_ok=True)
+    await store.write(
+        *statements,
+        statement("prune_session_results", session_id=session_id),
+        statement("prune_session_jobs", session_id=session_id),
+        statement("prune_session_losses", session_id=session_id),
+        statement("set_session_pruned", session_id=session_id),
+    )
+    for place in places:
+        await asyncio.to_thread(remove_tree, place)
 
 
 class Sweeper:
@@ -131,22 +155,7 @@ class Sweeper:
         before = services.clock() - services.config.result_grace_s
         over = await services.store.read(SessionIdRow, "sessions_to_prune", before=before, limit=20)
         for session in over:
-            samplers = await services.store.read(SamplerRow, "samplers_of_session", session_id=session.session_id)
-            models = await services.store.read(ModelRow, "models_of_session", session_id=session.session_id)
-            for model in models:
-                await catch_up(services.store, model.model_id)  # for databases older than curves
-            places = [services.files.sampler(row.sampler_id) for row in samplers]
-            places += [services.files.loads(row.model_id) for row in models]
-            places += [services.files.snapshots(row.model_id) for row in models]
-            services.files.trace(session.session_id).unlink(missing_ok=True)
-            await services.store.write(
-                statement("prune_session_results", session_id=session.session_id),
-                statement("prune_session_jobs", session_id=session.session_id),
-                statement("prune_session_losses", session_id=session.session_id),
-                statement("set_session_pruned", session_id=session.session_id),
-            )
-            for place in places:
-                await asyncio.to_thread(remove_tree, place)
+            await prune_session(services.store, services.files, session.session_id)
 
     async def _hourly(self) -> None:
         now = self._services.clock()

@@ -18,7 +18,7 @@ import msgspec
 
 from tinsmith.errors import InvalidInputError, TinkerError, WireError
 from tinsmith.server.auth.identity import Caller
-from tinsmith.server.call import IDEMPOTENCY_HEADER, JSON, Answer, Call, FileAnswer, Handlers, StreamAnswer
+from tinsmith.server.call import IDEMPOTENCY_HEADER, JSON, Answer, Call, FileAnswer, Handlers, StreamAnswer, reply
 from tinsmith.server.checkpoints.import_checkpoint import import_checkpoint, read_form_request, read_request
 from tinsmith.server.checkpoints.upload_parts import add_part, read_form_part
 from tinsmith.server.http.endpoint import fault, refusal
@@ -30,6 +30,7 @@ from tinsmith.server.redaction import redacted_text
 from tinsmith.server.refusals import UnknownResourceError
 from tinsmith.server.routes.futures import finished_samples
 from tinsmith.server.routes.sampling import read_sample, submit_body, submit_sample
+from tinsmith.server.runs.delete_run import delete_ended_run
 from tinsmith.server.runs.model_spec import card_of
 from tinsmith.server.runs.progress import measured
 from tinsmith.server.services import Services
@@ -78,9 +79,11 @@ async def tokenizer(services: Services, call: Call) -> Answer:
 
 
 async def quota(services: Services, call: Call) -> Answer:
-    """What remains of the caller's rate, token and queue limits."""
-    queued = services.jobs.queued_by_org.get(call.caller.org_id, 0)
-    return _json(services.admission.remaining(call.caller, queued))
+    """What remains of the caller's rate, token, queue and disk limits."""
+    org_id = call.caller.org_id
+    queued = services.jobs.queued_by_org.get(org_id, 0)
+    disk = {"disk_bytes": services.disk.used(org_id), "disk_limit_bytes": services.disk.limit(org_id)}
+    return _json({**services.admission.remaining(call.caller, queued), **disk})
 
 
 async def status(services: Services, call: Call) -> Answer:
@@ -138,6 +141,11 @@ async def run_metrics(services: Services, call: Call) -> Answer:
     """`?after=N&limit=N`: a run's metrics after a request's number, and its state."""
     run_id, query = call.params["training_run_id"], call.query
     return _json(await measured(services, call.caller, run_id, after=query.after, limit=query.limit))
+
+
+async def delete_run(services: Services, call: Call) -> Answer:
+    """Delete a run that has ended, with its checkpoints, snapshots and curve."""
+    return reply(await delete_ended_run(services, call.caller, call.params["training_run_id"]))
 
 
 async def import_weights(services: Services, call: Call) -> Answer:
@@ -247,6 +255,7 @@ HANDLERS: Handlers = {
     "status": status,
     "usage": usage,
     "run_metrics": run_metrics,
+    "delete_run": delete_run,
     "import_weights": import_weights,
     "import_parts": import_parts,
     "sample_stream": sample_stream,

@@ -21,7 +21,8 @@ from tinsmith.server.routes.sessions import MAX_PAGE_BYTES, check_page, texts
 from tinsmith.server.routes.weights import audit, check_ttl
 from tinsmith.server.services import Services
 from tinsmith.store.base import statement
-from tinsmith.store.rows import CheckpointRow, CountRow, ModelRow, SizeRow
+from tinsmith.store.rows import CheckpointRow, CountRow, ModelRow, SessionRow, SizeRow
+from tinsmith.wire.message import Message
 from tinsmith.wire.messages import runs as wire
 from tinsmith.wire.messages.weights import (
     KINDS,
@@ -49,22 +50,43 @@ async def list_training_runs(services: Services, call: Call) -> Answer:
     check_page(row.user_metadata for row in rows)
     total = await services.store.read(CountRow, f"count_models_of_{name}", **owner)
     cursor = _cursor(query.offset, limit, total[0].count)
-    found = [await _training_run(services, row, call) for row in rows]
-    return await reply_long(lambda: wire.TrainingRunsResponse(training_runs=found, cursor=cursor))
+    found = [await _training_run(services, row, {"status": await _status(services, row)}) for row in rows]
+    return await reply_long(lambda: ReportedRuns(training_runs=found, cursor=cursor))
 
 
 async def get_training_run(services: Services, call: Call) -> Answer:
     row = await services.access.model(
         call.caller, call.params["training_run_id"], to_read=call.query.access_scope == "accessible"
     )
-    message = msgspec.json.decode(reply(await _training_run(services, row, call)).body)
     run = services.runs.known(row.model_id)
-    return Answer(msgspec.json.encode({**message, "tinsmith": _more(run.row if run is not None else row)}))
+    status = await _status(services, row)
+    return reply(await _training_run(services, row, _more(run.row if run is not None else row, status)))
 
 
-def _more(row: ModelRow) -> dict[str, Any]:
-    """Return what we report of a run beyond the protocol; other clients ignore it."""
+class ReportedRun(wire.TrainingRun, frozen=True, kw_only=True):
+    """A run with what we report of it beyond the protocol; other clients ignore it."""
+
+    tinsmith: dict[str, Any]
+
+
+class ReportedRuns(Message, frozen=True, kw_only=True):
+    """The protocol's list of runs, each with what we report of it."""
+
+    training_runs: list[ReportedRun]
+    cursor: wire.Cursor
+
+
+async def _status(services: Services, row: ModelRow) -> str:
+    """Return whether a run is active, has finished, or expired with its session, whose client may still come back."""
+    if row.state != "parked":
+        return "active" if row.state == "live" else "finished"
+    sessions = await services.store.read(SessionRow, "session", session_id=row.session_id)
+    return "expired" if sessions and sessions[0].status == "expired" and not sessions[0].pruned else "finished"
+
+
+def _more(row: ModelRow, status: str) -> dict[str, Any]:
     return {
+        "status": status,
         "fault": redacted_text(row.fault) if row.fault is not None else None,
         "notice": redacted_text(row.notice) if row.notice is not None else None,
         "snapshot_seq": row.snapshot_seq if row.snapshot_directory is not None else None,
@@ -72,7 +94,7 @@ def _more(row: ModelRow) -> dict[str, Any]:
     }
 
 
-async def _training_run(services: Services, row: ModelRow, call: Call) -> wire.TrainingRun:
+async def _training_run(services: Services, row: ModelRow, more: dict[str, Any]) -> ReportedRun:
     lora = msgspec.json.decode(row.lora, type=LoraSpec)
     extra: dict[str, Any] = {}
     for name, kind in (("last_checkpoint", "weights"), ("last_sampler_checkpoint", "sampler_weights")):
@@ -82,7 +104,8 @@ async def _training_run(services: Services, row: ModelRow, call: Call) -> wire.T
     if row.user_metadata is not None:
         extra["user_metadata"] = texts(row.user_metadata)
     run = services.runs.known(row.model_id)
-    return wire.TrainingRun(
+    return ReportedRun(
+        tinsmith=more,
         training_run_id=row.model_id,
         base_model=row.base_model,
         model_owner=row.user_id,

@@ -33,6 +33,7 @@ OFFERED = (
     "tokenizer",
     "quota",
     "run_metrics",
+    "delete_run",
     "import_weights",
     "import_parts",
     IMPORT_MULTIPART,

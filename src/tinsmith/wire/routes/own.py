@@ -51,6 +51,15 @@ class RunMetricsQuery(msgspec.Struct, frozen=True, kw_only=True):
     limit: Count = MAX_POINTS
 
 
+class DeletedRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What was deleted with a run."""
+
+    training_run_id: str
+    checkpoints: int
+    size_bytes: int
+    """The size of the checkpoints."""
+
+
 class ImportPartQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where a part belongs: the upload, under a name that its client chose, the file in it, and the offset in that."""
 
@@ -107,6 +116,13 @@ RUN_METRICS = Route(
     path=f"{OWN_PREFIX}/training_runs/{{training_run_id}}/metrics",
     query=RunMetricsQuery,
     door=needs("read", owner="model", cost="scan"),
+)
+DELETE_RUN = Route(
+    name="delete_run",
+    method="DELETE",
+    path=f"{OWN_PREFIX}/training_runs/{{training_run_id}}",
+    response=DeletedRun,
+    door=needs("train", owner="model", cost="files"),
 )
 IMPORT_WEIGHTS = Route(
     name="import_weights",

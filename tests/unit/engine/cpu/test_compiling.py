@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tinsmith.engine.cpu.compile import kernel_files
 from tinsmith.engine.cpu.linear import can_compile, can_pack
 
 CAN = can_pack(torch.device("cpu"), torch.float32) and can_compile()
@@ -42,10 +43,16 @@ print(hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in found)).hex
 
 
 @pytest.mark.skipif(not CAN, reason="no kernels here")
-def test_the_first_engine_of_a_machine_computes_what_the_next_ones_do(tmp_path: Path) -> None:
+def test_the_first_engine_of_a_machine_computes_what_the_next_ones_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
     command = [sys.executable, "-c", ENGINE, str(tmp_path / "model")]
     runs = [subprocess.run(command, env=environment, capture_output=True, text=True) for _ in range(2)]
     assert [run.returncode for run in runs] == [0, 0], runs[0].stderr + runs[1].stderr
     assert runs[0].stdout == runs[1].stdout
     assert (tmp_path / "model" / "kernels.txt").read_text().count("\n") == 1
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    there = set((tmp_path / "kernels").rglob("*.nb[ic]"))
+    assert there
+    assert set(kernel_files()) == there

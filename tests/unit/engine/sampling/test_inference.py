@@ -247,12 +247,16 @@ def test_the_fused_decoder_is_taken_where_it_can_be(tmp_path: Path, monkeypatch:
 
 @exact
 def test_kernels_are_compiled_before_the_first_sample_and_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO")
     for number in (1, 2):
         compile_kernels(tmp_path)
         assert caplog.text.count("compiling kernels") == 1, f"start {number}"
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "deleted"))
+    monkeypatch.setattr("tinsmith.engine.cpu.compile.SHARES", ())
+    compile_kernels(tmp_path)
+    assert caplog.text.count("compiling kernels") == 2, "somebody deleted them"
 
 
 def test_a_sampler_without_kernels_compiles_none(tmp_path: Path) -> None:

@@ -396,7 +396,8 @@ def test_another_machine_is_said_and_the_run_goes_on(
             for token in TOKENS[3:]:
                 await training.step(token)
             shown = (await ann.get(f"training_runs/{model}")).json["tinsmith"]
-            assert shown == {"fault": None, "notice": None, "snapshot_seq": None, "machine": backend.machine}
+            told = {"fault": None, "notice": None, "snapshot_seq": None, "machine": backend.machine}
+            assert shown == {"status": "active", **told}
             backend.machine = {"cpu": "second", "threads": "2"}
             backend.lose()
             assert (training.results, await training.end()) == undisturbed
