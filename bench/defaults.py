@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tinsmith.cli.output import plural
 from tinsmith.client.connection.local_engine import Address, local_server
 
 DATA = Path(__file__).parent / "defaults_data"
@@ -84,7 +85,8 @@ def main() -> None:
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)}  [default: all]")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, {arguments.threads} threads, {MODEL}, rank 32")
+    threads = plural(arguments.threads, "thread")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, {threads}, {MODEL}, rank 32")
     with local_server(None, None, {"threads": arguments.threads}) as address:
         for name in arguments.files or FILES:
             measure(address, name, VARIANTS)

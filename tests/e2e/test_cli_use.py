@@ -220,10 +220,10 @@ def test_the_demo_in_small() -> None:
 def test_the_quick_demo_is_the_demo_with_fewer_chats() -> None:
     done = run("demo", "--quick", "--model", "tiny", "--rank", "4", "--out", "demo")
     assert done.exit_code == 0, done.output
-    assert "Training on 12 chats (" in done.output
-    assert "step 9/9" in done.output
+    assert "Training on 8 chats (" in done.output
+    assert "step 6/6" in done.output
     page = Path("demo/report.html").read_text()
-    assert "9 steps of 4 chats" in page
+    assert "6 steps of 4 chats" in page
     assert page.count("<tr><td>") == 3
     assert Path("demo/adapter/adapter_model.safetensors").stat().st_size > 0
 

@@ -123,6 +123,17 @@ def test_little_data_is_seen_more_often(method: str, counts: range) -> None:
         assert (settings.batch_size, settings.learning_rate) == (rule.batch_size, rule.learning_rate)
 
 
+@pytest.mark.parametrize(("method", "is_small"), RULES)
+def test_the_rules_are_documented(method: str, is_small: bool) -> None:
+    rule = RULES[method, is_small]
+    of = f"fewer than {FEW}" if is_small else f"{FEW} or more"
+    kind = " pairs, `--dpo`" if method == "dpo" else ""
+    rate = f"{rule.learning_rate:.0e}".replace("e-0", "e-")
+    epochs = f"as many as make {rule.steps} steps, from {rule.epochs[0]} to {rule.epochs[1]}"
+    page = Path(__file__).resolve().parents[3] / "docs" / "howto" / "train.md"
+    assert f"| {of}{kind} | {rule.batch_size} | {rate} | {epochs} |" in page.read_text()
+
+
 def test_what_was_chosen_is_said_and_what_was_given_stays() -> None:
     assert settings_for("sft", 20, {}) == Settings(
         epochs=8,

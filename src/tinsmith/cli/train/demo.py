@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PROMPTS = ("What is the capital of Italy?", "How do I make good coffee?", "Why do stars shine?")
 """Questions that are not in the data."""
-QUICK_CHATS = 12
+QUICK_CHATS = 8
 """Chats that `--quick` trains on: the first ones of the data."""
 INCLUDED_DATA = resources.files("tinsmith.cli.train") / "data" / "workshop.jsonl"
 
