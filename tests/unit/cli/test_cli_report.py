@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
-from tinsmith.cli.dataset import Example
+from tinsmith.cli.dataset import DataFile, Example
 from tinsmith.cli.dpo import Pair, margins_of, share_right
 from tinsmith.cli.report import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, curve_svg, curves_svg, report_html, ticks_of
 from tinsmith.cli.train.comparison import LONGEST_ANSWER, LONGEST_PROMPT, answers_to, prompts_of
-from tinsmith.cli.train.run import curves_of
+from tinsmith.cli.train.run import TrainRun, curves_of
+from tinsmith.cli.train.state import RunPlan
+from tinsmith.errors import RequestFailedError
 
 
 @pytest.mark.parametrize(
@@ -142,6 +145,42 @@ def test_answers_fit_the_context_and_end_in_dots_if_cut() -> None:
 
     assert answers_to(SimpleNamespace(sample=sample), Letters(), [short, long]) == ["hi ...", "hi"]
     assert asked == [(list(b"p" * 60), 1, 0.0, 4), (list(b"p"), 1, 0.0, LONGEST_ANSWER)]
+
+
+def run_with(service: Any) -> TrainRun:
+    """A run that is far enough to be asked for answers."""
+    run = object.__new__(TrainRun)
+    plan = RunPlan(
+        model="base", method="sft", rank=1, learning_rate=1.0, epochs=1, batch_size=1, eval_split=0.0, seed=0, beta=0.1,
+        truncate=False,
+    )  # fmt: skip
+    run.plan, run.items, run.held_out = plan, [example("p", "c", 1)], []
+    run._service, run._tokenizer, run._context = service, Letters(), None
+    run._data = DataFile(Path("d"), "", ((1, {"prompt": "p", "completion": "c"}),))
+    return run
+
+
+class Models:
+    """A server whose models answer with their own name."""
+
+    def create_sampling_client(self, base_model: str = "", model_path: str = "") -> Any:
+        sequence = SimpleNamespace(tokens=list((base_model or model_path).encode()), stop_reason="stop")
+        future = SimpleNamespace(result=lambda: SimpleNamespace(sequences=[sequence]))
+        return SimpleNamespace(sample=lambda *_: future)
+
+
+def test_both_models_are_asked() -> None:
+    rows, said = run_with(Models())._answers("tuned")
+    assert rows == [("p", "base", "tuned", "c")]
+    assert said == "Greedy answers to prompts of the training data."
+
+
+def test_a_server_that_refuses_to_sample_costs_the_report_its_answers_only() -> None:
+    class Refusing:
+        def create_sampling_client(self, **_: Any) -> Any:
+            raise RequestFailedError("this key may not sample", "r1", "user")
+
+    assert run_with(Refusing())._answers("tuned") == ([], "There are no answers to compare: this key may not sample")
 
 
 def test_a_margin_is_how_much_more_the_chosen_answer_gained() -> None:

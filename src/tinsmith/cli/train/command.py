@@ -254,8 +254,8 @@ def _print_outcome(screen: Any, run: Any, outcome: Any, path: Path, took_s: floa
     held = f", held-out loss {ends(outcome.held_out)}" if outcome.held_out else ""
     screen.print(f"Done in {duration(took_s)}: loss {ends(outcome.losses)}{held}. Try next:", soft_wrap=True)
     _try_next(screen, path, run.plan, outcome.sampler)
-    loss = outcome.losses[-1][1] if outcome.losses else None
-    _print_state(run.state, adapter=outcome.adapter, report=outcome.report, loss=loss)
+    loss, held_out = (points[-1][1] if points else None for points in (outcome.losses, outcome.held_out))
+    _print_state(run.state, adapter=outcome.adapter, report=outcome.report, loss=loss, held_out_loss=held_out)
 
 
 def _try_next(screen: Any, path: Path, plan: Any, sampler: str) -> None:

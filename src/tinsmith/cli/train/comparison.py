@@ -64,6 +64,15 @@ def answers_to(sampler: Any, tokenizer: Any, prompts: Sequence[Prompt]) -> list[
     return [_text(tokenizer, s.tokens) + (" ..." if s.stop_reason == "length" else "") for s in sequences]
 
 
+def compared(
+    service: Any, model: str, sampler: str, tokenizer: Any, prompts: Sequence[Prompt]
+) -> list[tuple[str, ...]]:
+    """Return each prompt with the base model's answer, that of a sampler checkpoint, and the one in the data."""
+    clients = service.create_sampling_client(base_model=model), service.create_sampling_client(model_path=sampler)
+    before, after = (answers_to(client, tokenizer, prompts) for client in clients)
+    return [(prompt.text, *both, prompt.expected) for prompt, *both in zip(prompts, before, after, strict=True)]
+
+
 def greedy_answers(sampler: Any, tokenizer: Any, prompts: tuple[str, ...]) -> list[str]:
     """Return a model's greedy answer to each question."""
     from tinsmith.cli.dataset import chat_prompt

@@ -12,7 +12,7 @@ from tinsmith.cli.dpo import check_pair, pairs_of
 from tinsmith.cli.models import chosen_model
 from tinsmith.cli.output import plural
 from tinsmith.cli.report import Points, report_html
-from tinsmith.cli.train.comparison import answers_to, prompts_of
+from tinsmith.cli.train.comparison import compared, prompts_of
 from tinsmith.cli.train.objectives import Preferring, Supervised, reference_logprobs
 from tinsmith.cli.train.sft import (
     Measured,
@@ -236,18 +236,14 @@ class TrainRun:
         return directory, ""
 
     def _answers(self, sampler: str) -> tuple[list[tuple[str, ...]], str]:
-        """Ask the model before and after training a few prompts of the data; return the answers, and what was asked."""
+        """Return answers before and after training to a few prompts of the data, and a sentence about them."""
         items = self.held_out or self.items
         prompts = prompts_of(items, dict(self._data.rows), self._tokenizer, self._context)
         try:
-            base = self._service.create_sampling_client(base_model=self.plan.model)
-            tuned = self._service.create_sampling_client(model_path=sampler)
-            before, after = (answers_to(client, self._tokenizer, prompts) for client in (base, tuned))
-        except (APIStatusError, RequestFailedError) as error:
+            rows = compared(self._service, self.plan.model, sampler, self._tokenizer, prompts)
+        except (APIStatusError, RequestFailedError) as error:  # for example a key that may train but not sample
             return [], f"There are no answers to compare: {error}"
-        part = "prompts that were held out" if self.held_out else "prompts of the training data"
-        rows = zip(prompts, before, after, strict=True)
-        return [(prompt.text, *both, prompt.expected) for prompt, *both in rows], f"Greedy answers to {part}."
+        return rows, f"Greedy answers to prompts {'that were held out' if self.held_out else 'of the training data'}."
 
     def _figures(self, curves: Curves, sampler: str) -> dict[str, str]:
         plan = self.plan
