@@ -177,7 +177,7 @@ def check_messages(messages: Sequence[Any], where: str, name: str) -> None:
         if not is_message:
             refuse(where, f"{name}[{index}] needs 'role' and 'content', both strings")
         if message["role"] == "assistant":
-            check_answer(message["content"], where, f"the assistant's content in {name}[{index}]")
+            check_answer(message["content"], where, f"the answer in {name}[{index}]")
 
 
 def check_answer(text: str, where: str, name: str) -> None:

@@ -39,8 +39,9 @@ def curves_svg(name: str, series: Mapping[str, Points]) -> str:
         for (title, points), colour in zip(drawn.items(), COLOURS, strict=False)
     )
     legend = _legend(list(drawn)) if len(drawn) > 1 else ""
+    top = 0 if legend else TOP - 14  # half a line above the highest tick
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)} over steps">'
+        f'<svg viewBox="0 {top} {WIDTH} {HEIGHT - top}" role="img" aria-label="{escape(name)} over steps">'
         f"{_axes(name, steps, values, scale)}{lines}{legend}</svg>"
     )
 
