@@ -80,7 +80,7 @@ def demo(
             from tinsmith.cli.train.sft import Plan
 
             # Fewer steps have to be larger ones.
-            usual = Plan(epochs=3, batch_size=4, learning_rate=1e-3) if quick else Plan()
+            usual = Plan(epochs=3, batch_size=4, learning_rate=2e-3) if quick else Plan()
             plan = dataclasses.replace(usual, epochs=epochs or usual.epochs)
             _demo(console, service, out, model, data, QUICK_CHATS if quick else None, plan, rank)
 
