@@ -57,7 +57,7 @@ demo-rl: setup ## The same with rewards only: the model learns short, correct an
 	@.venv/bin/tinsmith demo --rl
 
 ## Measure and stress (minutes to hours)
-bench: setup ## Run the benchmarks: client and wire, server, store, command line, engine, durability
+bench: setup ## Run the benchmarks: client and wire, server, store, command line, engine, what training learns, durability
 	@tools/official
 	@$(PY) bench/wire.py
 	@$(PY) bench/sdk.py
@@ -65,6 +65,7 @@ bench: setup ## Run the benchmarks: client and wire, server, store, command line
 	@$(PY) bench/store.py
 	@$(PY) bench/cli.py
 	@$(PY) bench/engine.py
+	@$(PY) bench/defaults.py
 	@$(PY) bench/durability.py
 
 KILLS ?= 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import resource
 import subprocess
 import threading
@@ -58,9 +59,14 @@ def pairs(count: int) -> list[Any]:
     return [{"prompt": f"q{i}", "chosen": f"good{i % 3}", "rejected": "bad"} for i in range(count)]
 
 
-def losses(out: str) -> list[float]:
+def metrics(out: str, name: str) -> dict[int, float]:
+    """The values of a metric by step."""
     rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").read_text().splitlines()]
-    return [row["loss"] for row in rows if "loss" in row]
+    return {row["step"]: row[name] for row in rows if name in row}
+
+
+def losses(out: str) -> list[float]:
+    return list(metrics(out, "loss").values())
 
 
 def weights(out: str) -> bytes:
@@ -75,7 +81,15 @@ def test_a_run_that_was_interrupted_goes_on_exactly(env: dict[str, str]) -> None
     assert "step 20: checkpoint saved, held-out loss" in whole.output
     assert "tinsmith chat --checkpoint tinker://" in whole.output
     assert losses("whole")[-1] < losses("whole")[0] / 2
-    assert "<svg" in Path("whole/report.html").read_text()
+    assert "epoch 1 of 4: held-out loss" in whole.output
+    assert list(metrics("whole", "held_out_loss")) == [0, 10, 20, 30, 40]
+    report = Path("whole/report.html").read_text()
+    assert "40 steps of 2 examples" in report
+    assert "Greedy answers to prompts that were held out." in report
+    asked = re.findall(r"<td>q(\d+)</td><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", report)
+    assert len(asked) == 4
+    assert all(expected == f"a{int(number) % 3}" for number, _, _, expected in asked)
+    assert all(before != after for _, before, after, _ in asked)
     plotted = run("run", "plot", json.loads(Path("whole/state.json").read_text())["run"], "--format", "json")
     drawn = [step["metrics"]["loss"] for step in json.loads(plotted.stdout)["steps"]]
     assert drawn == pytest.approx(losses("whole"), rel=1e-5)
@@ -117,6 +131,24 @@ def test_preferences_are_learned_and_a_full_disk_loses_nothing(env: dict[str, st
     assert whole.exit_code == 0, whole.output
     assert losses("whole")[0] == pytest.approx(math.log(2), abs=1e-5)
     assert losses("whole")[-1] < 0.3
+    report = Path("whole/report.html").read_text()
+    assert "24 steps of 2 pairs" in report
+    assert all(f'aria-label="{name} over steps"' in report for name in ("Loss per pair", "Share right (%)", "Margin"))
+    assert "<td>q0</td>" in report
+
+    line = re.search(r"evaluate it: +tinsmith (eval pairs.jsonl --checkpoint (\S+) --dpo)", whole.output)
+    assert line is not None, whole.output
+    scored = run(*line[1].split(), "--format", "json")
+    assert scored.exit_code == 0, scored.output
+    (score,) = json.loads(scored.stdout)["scores"]
+    assert (score["model"], score["reference"], score["pairs"], score["right"]) == (line[2], "tiny", 8, 1.0)
+    last = [metrics("whole", "margin")[step] for step in range(21, 25)]  # the last epoch, while it was still learning
+    assert 0 < min(last) < score["margin"]
+    table = run("eval", "pairs.jsonl", "--dpo", "--checkpoint", line[2], "--limit", "3")
+    assert "100%" in table.stdout
+    for wrong in (("--checkpoint", line[2], "--model", "tiny"), ()):
+        assert "pass --checkpoint, and no --model" in run("eval", "pairs.jsonl", "--dpo", *wrong).stderr
+    assert "it has 'chosen' and 'rejected': use --dpo" in run("eval", "pairs.jsonl").stderr
 
     room = 1600  # the state fits, the metrics of all steps do not
     Path("no_torch").mkdir()

@@ -213,7 +213,19 @@ def test_the_demo_in_small() -> None:
     assert "What is the capital of Italy?" in page
     assert Path("demo/adapter/adapter_model.safetensors").stat().st_size > 0
     assert "tinsmith chat --checkpoint tinker://" in done.stdout
-    assert "--data and --epochs cannot be used with --rl" in run("demo", "--rl", "--epochs", "1").stderr
+    for option in (("--epochs", "1"), ("--quick",)):
+        assert "--data, --epochs and --quick cannot be used with --rl" in run("demo", "--rl", *option).stderr
+
+
+def test_the_quick_demo_is_the_demo_with_fewer_chats() -> None:
+    done = run("demo", "--quick", "--model", "tiny", "--rank", "4", "--out", "demo")
+    assert done.exit_code == 0, done.output
+    assert "Training on 8 chats (" in done.output
+    assert "step 6/6" in done.output
+    page = Path("demo/report.html").read_text()
+    assert "6 steps of 4 chats" in page
+    assert page.count("<tr><td>") == 3
+    assert Path("demo/adapter/adapter_model.safetensors").stat().st_size > 0
 
 
 def test_the_demo_by_reward_in_small() -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DEMO = ("demo", "--epochs", "1")
+DEMO = ("demo", "--quick")
 """The shortest demo."""
 MADE = ("report.html", "adapter/adapter_model.safetensors", "adapter/adapter_config.json")
 """What it leaves in its output directory."""

@@ -66,7 +66,7 @@ ROOMS: dict[str, list[set[str]]] = {
     ],
     "cli": [
         {"dataset", "output", "progress", "report"},
-        {"connection", "models", "plots"},
+        {"connection", "dpo", "models", "plots"},
         {"main"},
         {"checkpoint", "manage", "server", "talk", "train"},
     ],

@@ -1,27 +1,28 @@
 """Training data from a JSONL file: chats (`messages`), or `prompt` and `completion`.
 
-Errors name the file and line, and the first few bad lines are reported together.
+Errors name the file and line, and all bad lines are reported together.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from tinsmith.cli.output import plural
 from tinsmith.errors import InvalidInputError, TinkerError
 from tinsmith.types import Datum, ModelInput
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-MAX_ERRORS = 10
-"""Different problems of a file that are reported at once."""
+Check = Callable[[Any, str], None]
+"""Raises `BadDataError` if a row cannot be used; the second argument is its place."""
+
+MAX_ERRORS = 20
+"""Bad lines of a file that are listed; the rest are counted."""
 JSON_KINDS = {
     list: "a list",
     str: "a string",
@@ -81,8 +82,11 @@ class DataFile:
     rows: tuple[tuple[int, Any], ...]
 
     @classmethod
-    def read(cls, path: Path) -> DataFile:
-        """Read and parse a file, skipping empty lines."""
+    def read(cls, path: Path, check: Check) -> DataFile:
+        """Read a file, skipping empty lines; parse and check each row, so that a bad file is refused at once.
+
+        A check needs no tokenizer: it looks at the shape of a row (`check_example`, or `check_pair` of `dpo`).
+        """
         try:
             content = path.read_bytes()
             lines = content.decode("utf-8-sig").split("\n")  # splitlines() would split at U+2028 inside a string
@@ -94,7 +98,15 @@ class DataFile:
         filled = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
         if not filled:
             raise BadDataError(f"{path} is empty; each line must be a JSON object with one example")
-        rows = each_row(filled, lambda row: (row[0], _parsed(row[1], f"{path}:{row[0]}")))
+
+        def checked(numbered: tuple[int, str]) -> tuple[int, Any]:
+            line, text = numbered
+            where = f"{path}:{line}"
+            row = _parsed(text, where)
+            check(row, where)
+            return line, row
+
+        rows = each_row(filled, checked)
         return cls(path, hashlib.sha256(content).hexdigest(), tuple(rows))
 
     def where(self, line: int) -> str:
@@ -103,31 +115,17 @@ class DataFile:
 
 
 def each_row(rows: Iterable[T], convert: Callable[[T], R]) -> list[R]:
-    """Convert each row. Problems are collected and raised as one error, so that a file can be fixed in one go.
-
-    A problem that occurs on many lines is reported once, with the number of other lines.
-    """
+    """Convert each row. Problems are collected and raised as one error, so that a file can be fixed in one go."""
     converted: list[R] = []
-    first: dict[str, str] = {}
-    repeats: Counter[str] = Counter()
+    problems: list[str] = []
     for row in rows:
         try:
             converted.append(convert(row))
         except BadDataError as error:
-            problem = str(error).partition(": ")[2]  # without the file and line
-            if problem in first:
-                repeats[problem] += 1
-            elif len(first) < MAX_ERRORS:
-                first[problem] = str(error)
-            else:
-                first[""] = "... and other problems"
-                break
-    if first:
-        lines = [
-            text + (f" (same problem on {plural(repeats[problem], 'other line')})" if repeats[problem] else "")
-            for problem, text in first.items()
-        ]
-        raise BadDataError("\n".join(lines))
+            problems.append(str(error))
+    if problems:
+        more = len(problems) - MAX_ERRORS
+        raise BadDataError("\n".join(problems[:MAX_ERRORS] + ([f"... and {more} more"] if more > 0 else [])))
     return converted
 
 
@@ -144,12 +142,11 @@ def _parsed(line: str, where: str) -> Any:
 
 def read_examples(path: Path, tokenizer: Any, max_length: int | None) -> list[Example]:
     """Read a file and tokenize its examples."""
-    return examples_of(DataFile.read(path), tokenizer, max_length)
+    return examples_of(DataFile.read(path, check_example), tokenizer, max_length)
 
 
 def examples_of(data: DataFile, tokenizer: Any, max_length: int | None, *, truncate: bool = False) -> list[Example]:
     """Tokenize the file's examples. An example that exceeds `max_length` is an error, or cut with `truncate`."""
-    check_examples(data)
 
     def tokenized(numbered: tuple[int, Any]) -> Example:
         line, row = numbered
@@ -159,28 +156,34 @@ def examples_of(data: DataFile, tokenizer: Any, max_length: int | None, *, trunc
     return each_row(data.rows, tokenized)
 
 
-def check_examples(data: DataFile) -> None:
-    """Check the shape of every row; needs no tokenizer, so that a bad file is refused before anything starts."""
-    each_row(data.rows, lambda numbered: _check_example(numbered[1], data.where(numbered[0])))
-
-
-def _check_example(row: Any, where: str) -> None:
+def check_example(row: Any, where: str) -> None:
+    """Check the shape of a row: a chat with an answer, or a prompt and its completion."""
     if isinstance(row, dict) and isinstance(row.get("messages"), list):
         check_messages(row["messages"], where, "messages")
         if not any(message["role"] == "assistant" for message in row["messages"]):
             refuse(where, "no message has the role 'assistant', so there is nothing to learn")
     elif not (isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("prompt", "completion"))):
         refuse(where, f"needs 'messages' (a chat), or 'prompt' and 'completion' (strings); {_found(row)}")
+    else:
+        check_answer(row["completion"], where, "'completion'")
 
 
 def check_messages(messages: Sequence[Any], where: str, name: str) -> None:
-    """Check that every message has a role and content."""
+    """Check that every message has a role and content, and that no answer is empty."""
     if not messages:
         refuse(where, f"{name} is empty")
     for index, message in enumerate(messages):
         is_message = isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
         if not is_message:
             refuse(where, f"{name}[{index}] needs 'role' and 'content', both strings")
+        if message["role"] == "assistant":
+            check_answer(message["content"], where, f"the answer in {name}[{index}]")
+
+
+def check_answer(text: str, where: str, name: str) -> None:
+    """Refuse an empty answer: a model that learns from it learns to say nothing."""
+    if not text.strip():
+        refuse(where, f"{name} is empty; write an answer, or delete the line")
 
 
 def refuse(where: str, text: str) -> NoReturn:

@@ -1,23 +1,21 @@
-"""Progress of a loop: a bar in a terminal, a line every few seconds elsewhere."""
+"""Progress of a loop: a bar in a terminal, a line every few steps elsewhere."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from typing import Any, Self
 
-LINE_EVERY_S = 5.0
+MOST_LINES = 20
+"""Lines that a loop prints where there is no bar, besides the first and the last."""
 
 
 class ProgressView:
     """A context manager that shows finished steps on a rich console."""
 
-    def __init__(self, console: Any, total: int, first: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, console: Any, total: int, first: int = 0) -> None:
         self._console = console
         self._total = total
         self._first = first
-        self._clock = clock
-        self._printed_at: float | None = None
+        self._every = line_every(total)
         self._bar: Any = None
         self._task: Any = None
 
@@ -46,14 +44,22 @@ class ProgressView:
         if self._bar is not None:
             self._bar.update(self._task, completed=number, what=what, rest=rest)
             return
-        now = self._clock()
-        if self._printed_at is None or number == self._total or now - self._printed_at >= LINE_EVERY_S:
-            self._printed_at = now
+        if number in (self._first + 1, self._total) or number % self._every == 0:
             self.note(f"step {number}/{self._total}  {what}  {rest}")
 
     def note(self, text: str) -> None:
         """Print a line above the bar."""
         self._console.print(text, soft_wrap=True, markup=False)
+
+
+def line_every(total: int) -> int:
+    """Return how many steps lie between two lines: the least of 1, 2, 5, 10, 20, 50, ... that gives `MOST_LINES`."""
+    scale = 1
+    while True:
+        for step in (scale, 2 * scale, 5 * scale):
+            if total <= step * MOST_LINES:
+                return step
+        scale *= 10
 
 
 def duration(seconds: float) -> str:

@@ -12,42 +12,41 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.cli.dataset import MAX_ERRORS, BadDataError, DataFile, Example, chat_tokens, check_examples, fitted
+from tinsmith.cli.dataset import MAX_ERRORS, BadDataError, Check, DataFile, Example, chat_tokens, check_example, fitted
+from tinsmith.cli.dpo import Pair, check_pair, dpo_loss, texts_of
 from tinsmith.cli.progress import ProgressView, duration
 from tinsmith.cli.report import curve_svg, numbered, report_html
 from tinsmith.cli.train import state as run_state
 from tinsmith.cli.train.demo import INCLUDED_DATA, PROMPTS
-from tinsmith.cli.train.dpo import Pair, check_pairs, dpo_loss, texts_of
 from tinsmith.cli.train.sft import Plan, split
 from tinsmith.cli.train.state import MetricsFile, OutputError, RunPlan, RunState, opened, read_state, write_state
 
 CHAT = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
 
 
-def written(tmp_path: Path, *lines: Any) -> DataFile:
+def written(tmp_path: Path, *lines: Any, check: Check = check_example) -> DataFile:
     path = tmp_path / "data.jsonl"
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
-    return DataFile.read(path)
+    return DataFile.read(path, check)
 
 
 def test_lines_are_counted_as_editors_count_them(tmp_path: Path) -> None:
     separator = json.dumps({"prompt": "a\u2028b\x85", "completion": "c"}, ensure_ascii=False)
     data = written(tmp_path, separator, "", "   ", CHAT)
     assert [line for line, _ in data.rows] == [1, 4]
-    check_examples(data)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_data(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps(CHAT).encode())
-    check_examples(DataFile.read(path))
+    assert DataFile.read(path, check_example).rows == ((1, CHAT),)
 
 
 def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b"{}\n\xff\n")
     with pytest.raises(BadDataError, match=r"data\.jsonl:2: not UTF-8"):
-        DataFile.read(path)
+        DataFile.read(path, check_example)
 
 
 @pytest.mark.parametrize(
@@ -60,34 +59,41 @@ def test_a_line_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "x"}]}, "nothing to learn"),
         ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, r"messages\[0\] needs"),
         ({"prompt": "x", "completion": 3}, "needs 'messages'"),
+        ({"prompt": "x", "completion": ""}, "'completion' is empty; write an answer, or delete the line"),
+        ({"messages": [*CHAT["messages"], {"role": "assistant", "content": " \n"}]}, r"messages\[2\] is empty; write"),
     ],
-    ids=["empty", "other", "pair", "no messages", "no answer", "parts", "number"],
+    ids=["empty", "other", "pair", "no messages", "no answer", "parts", "number", "no completion", "blank answer"],
 )
 def test_what_is_no_example_is_refused(row: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(BadDataError, match=rf"data\.jsonl:2: .*{message}"):
-        check_examples(written(tmp_path, CHAT, row))
+        written(tmp_path, CHAT, row)
 
 
 def test_all_bad_lines_are_reported_together(tmp_path: Path) -> None:
-    same = [{"text": "x"}] * 3
     with pytest.raises(BadDataError) as caught:
-        check_examples(written(tmp_path, CHAT, same[0], {"messages": []}, *same[1:]))
-    lines = str(caught.value).splitlines()
-    assert len(lines) == 2
-    assert "data.jsonl:2: needs" in lines[0]
-    assert lines[0].endswith("(same problem on 2 other lines)")
-    assert lines[1].endswith("data.jsonl:3: messages is empty")
-    with pytest.raises(BadDataError) as caught:
-        written(tmp_path, "{", CHAT, '{"a" 1}')
+        written(tmp_path, CHAT, {"text": "x"}, "{", CHAT, {"text": "x"}, {"prompt": "q", "completion": " "}, '{"a" 1}')
     assert [line.rpartition("data.jsonl:")[2] for line in str(caught.value).splitlines()] == [
-        "1: not valid JSON: Expecting property name enclosed in double quotes at column 2",
-        "3: not valid JSON: Expecting ':' delimiter at column 6",
+        "2: needs 'messages' (a chat), or 'prompt' and 'completion' (strings); it has 'text'",
+        "3: not valid JSON: Expecting property name enclosed in double quotes at column 2",
+        "5: needs 'messages' (a chat), or 'prompt' and 'completion' (strings); it has 'text'",
+        "6: 'completion' is empty; write an answer, or delete the line",
+        "7: not valid JSON: Expecting ':' delimiter at column 6",
     ]
+
+
+@pytest.mark.parametrize(
+    ("bad", "end"), [(20, "data.jsonl:20: messages is empty"), (21, "... and 1 more"), (500, "... and 480 more")]
+)
+def test_the_first_twenty_bad_lines_are_listed_and_the_rest_counted(bad: int, end: str, tmp_path: Path) -> None:
     with pytest.raises(BadDataError) as caught:
-        check_examples(written(tmp_path, *({f"key{n}": n} for n in range(MAX_ERRORS + 5))))
+        written(tmp_path, *[{"messages": []}] * bad, CHAT)
     lines = str(caught.value).splitlines()
-    assert len(lines) == MAX_ERRORS + 1
-    assert lines[-1] == "... and other problems"
+    assert MAX_ERRORS == 20
+    assert [line.rpartition("data.jsonl:")[2] for line in lines[:20]] == [
+        f"{n}: messages is empty" for n in range(1, 21)
+    ]
+    assert lines[-1].endswith(end)
+    assert len(lines) <= 21
 
 
 ASK, SAY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -106,7 +112,7 @@ OTHER = {"role": "assistant", "content": "b"}
     ids=["texts", "messages and texts", "message", "list", "chats"],
 )
 def test_forms_of_pairs(row: Any, tmp_path: Path) -> None:
-    check_pairs(written(tmp_path, row))
+    assert len(written(tmp_path, row, check=check_pair).rows) == 1
 
 
 @pytest.mark.parametrize(
@@ -119,12 +125,19 @@ def test_forms_of_pairs(row: Any, tmp_path: Path) -> None:
         ({"chosen": "a", "rejected": "b"}, "needs 'prompt'"),
         ({"chosen": [SAY], "rejected": [ASK, OTHER]}, "'chosen' is only an answer"),
         ({"prompt": [ASK], "chosen": [ASK], "rejected": [OTHER]}, "must have the role 'assistant'"),
+        (CHAT, "this looks like an example: omit --dpo"),
+        ({"prompt": "q", "chosen": "", "rejected": "b"}, "'chosen' is empty"),
+        ({"prompt": [ASK], "chosen": "a", "rejected": "  "}, "'rejected' is empty"),
+        ({"chosen": [ASK, SAY], "rejected": [ASK, {**OTHER, "content": ""}]}, r"rejected\[1\] is empty"),
     ],
-    ids=["list", "no rejected", "number", "mixed", "no prompt", "alone", "user"],
+    ids=[
+        *("list", "no rejected", "number", "mixed", "no prompt", "alone", "user"),
+        *("example", "no text", "blank", "no message"),
+    ],
 )
 def test_what_is_no_pair_is_refused(row: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(BadDataError, match=rf"data\.jsonl:1: .*{message}"):
-        check_pairs(written(tmp_path, row))
+        written(tmp_path, row, check=check_pair)
 
 
 class SpellingTokenizer:
@@ -267,12 +280,22 @@ class Lines:
         self.printed.append(text)
 
 
-def test_outside_a_terminal_there_is_a_line_now_and_then() -> None:
-    console, now = Lines(), iter([0.0, 1.0, 5.5, 6.0, 7.0])
-    with ProgressView(console, 5, clock=lambda: next(now)) as view:
-        for step in range(1, 6):
+@pytest.mark.parametrize(
+    ("total", "first", "shown"),
+    [
+        (5, 0, [1, 2, 3, 4, 5]),
+        (45, 0, [1, 5, 10, 15, 20, 25, 30, 35, 40, 45]),
+        (33, 29, [30, 32, 33]),
+        (2001, 0, [1, *range(200, 2001, 200), 2001]),
+    ],
+    ids=["few", "many", "resumed", "more"],
+)
+def test_outside_a_terminal_every_nth_step_and_the_last_have_a_line(total: int, first: int, shown: list[int]) -> None:
+    console = Lines()
+    with ProgressView(console, total, first) as view:
+        for step in range(first + 1, total + 1):
             view.step(step, "loss", "rest")
-    assert [line.split()[1] for line in console.printed] == ["1/5", "3/5", "5/5"]
+    assert [line.split()[1] for line in console.printed] == [f"{step}/{total}" for step in shown]
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (99, "99 s"), (100, "1 min 40 s"), (7300, "2 h 01 min")])
@@ -281,17 +304,17 @@ def test_durations(seconds: float, text: str) -> None:
 
 
 def test_a_report_has_its_curves_and_escapes_what_models_say() -> None:
-    page = report_html("t", {"a": "<b>"}, {"Loss": numbered([2.0, 1.0]), "Reward": [(0, 1.0)]}, [("q", "<i>", "&")])
+    curves = {"Loss": {"training": numbered([2.0, 1.0])}, "Reward": {"training": [(0, 1.0)]}}
+    page = report_html("t", {"a": "<b>"}, curves, [("q", "<u>", "&")])
     assert page.count("<svg") == 2
-    assert "&lt;i&gt;" in page
-    assert "<i>" not in page
-    assert curve_svg("x", []) == ""
+    assert "&lt;u&gt;" in page
+    assert "<u>" not in page
+    assert curve_svg("x", []) == curve_svg("x", [(1, math.nan)]) == ""
 
 
 def test_the_demo_has_its_data() -> None:
     with resources.as_file(INCLUDED_DATA) as path:
-        data = DataFile.read(path)
-    check_examples(data)
+        data = DataFile.read(path, check_example)
     assert len(data.rows) > 20
     asked = {message["content"] for _, row in data.rows for message in row["messages"]}
     assert not asked & set(PROMPTS)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import click
 import pytest
 
-from tinsmith.cli.train.command import _interrupts
+from tinsmith.cli.train.command import _interrupts, _options
+from tinsmith.cli.train.defaults import FEW, RULES, Settings, settings_for
 from tinsmith.cli.train.demo_rl import FACTS, UNSEEN, reward
 from tinsmith.cli.train.rl import Question, RlPlan, reinforce
 from tinsmith.cli.train.sft import Plan, Saved, Watcher, fine_tune
+from tinsmith.cli.train.state import RunPlan
 from tinsmith.client.runtime.futures import Future
 
 
@@ -90,6 +95,70 @@ def test_a_checkpoint_has_its_place_between_two_steps(ahead: int) -> None:
         (2, "tinker://run/weights/step-000002", (0.5, {})),
         (4, "tinker://run/weights/step-000004", (0.5, {})),
     ]
+
+
+def test_the_held_out_part_is_scored_after_each_epoch_and_with_each_checkpoint() -> None:
+    training, saved, scored = Recording(), list[Saved](), list[tuple[int, Any]]()
+    watcher = Watcher(saved=saved.append, scored=lambda step, measured: scored.append((step, measured)))
+    batches = [[n] for n in range(1, 7)]
+    fine_tune(training, Counting(2), batches, Plan(), watcher, save_every=4, score_every=2, held_out=[0])
+    assert scored == [(2, (0.5, {}))]
+    assert [(point.step, point.held_out) for point in saved] == [(4, (0.5, {}))]
+    assert training.calls.count("score") == 2, "once at a step that both fall on; the end is its caller's"
+    fine_tune(training, Counting(2), batches, Plan(), watcher, score_every=2)
+    assert training.calls.count("score") == 2, "nothing was held out"
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+@pytest.mark.parametrize("counts", [range(1, FEW), range(FEW, 1000)], ids=["small", "large"])
+def test_little_data_is_seen_more_often(method: str, counts: range) -> None:
+    rule = RULES[method, counts[0] < FEW]
+    chosen = [settings_for(method, count, {}) for count in counts]
+    epochs = [settings.epochs for settings in chosen]
+    assert epochs == sorted(epochs, reverse=True)
+    for settings, count in zip(chosen, counts, strict=True):
+        per_epoch = math.ceil(count / rule.batch_size)
+        enough = settings.epochs * per_epoch >= rule.steps > (settings.epochs - 1) * per_epoch
+        assert enough or settings.epochs in rule.epochs
+        assert (settings.batch_size, settings.learning_rate) == (rule.batch_size, rule.learning_rate)
+
+
+@pytest.mark.parametrize(("method", "is_small"), RULES)
+def test_the_rules_are_documented(method: str, is_small: bool) -> None:
+    rule = RULES[method, is_small]
+    of = f"fewer than {FEW}" if is_small else f"{FEW} or more"
+    kind = " pairs, `--dpo`" if method == "dpo" else ""
+    rate = f"{rule.learning_rate:.0e}".replace("e-0", "e-")
+    epochs = f"as many as make {rule.steps} steps, from {rule.epochs[0]} to {rule.epochs[1]}"
+    page = Path(__file__).resolve().parents[3] / "docs" / "howto" / "train.md"
+    assert f"| {of}{kind} | {rule.batch_size} | {rate} | {epochs} |" in page.read_text()
+
+
+def test_what_was_chosen_is_said_and_what_was_given_stays() -> None:
+    assert settings_for("sft", 20, {}) == Settings(
+        epochs=8,
+        batch_size=4,
+        learning_rate=1e-3,
+        said="20 examples: 8 epochs, batches of 4, learning rate 0.001 "
+        "(fewer than 64 are seen more often, in small batches)",
+    )
+    assert settings_for("sft", 640, {}).said.startswith("640 examples: 3 epochs, batches of 8, learning rate 0.0005 (")
+    some = settings_for("sft", 20, {"epochs": 2, "learning_rate": 0.5, "rank": 8})
+    assert (some.epochs, some.batch_size, some.learning_rate) == (2, 4, 0.5)
+    assert some.said.startswith("20 examples: batches of 4 (")
+    assert settings_for("sft", 20, {"batch_size": 1}).epochs == 3
+    every = settings_for("dpo", 1, {"epochs": 9, "batch_size": 7, "learning_rate": 0.1})
+    assert every == Settings(epochs=9, batch_size=7, learning_rate=0.1, said="")
+
+
+def test_a_run_is_resumed_with_the_plan_that_it_was_started_with() -> None:
+    values = {"model": "m", "method": "sft", "rank": 4, "learning_rate": 5e-4, "epochs": 3, "batch_size": 8}
+    plan = RunPlan(**values, eval_split=0.0, seed=0, beta=0.1, truncate=False)
+    nothing = dict.fromkeys(["model", "rank", "learning_rate", "epochs", "batch_size", "eval_split", "seed", "beta"])
+    options = _options({**nothing, "dpo": False, "truncate": False}, SimpleNamespace(plan=plan), Path("out"))
+    assert RunPlan(**options) == plan
+    with pytest.raises(click.ClickException, match="was started with epochs 3, not 8; omit --epochs"):
+        _options({**nothing, "epochs": 8}, SimpleNamespace(plan=plan), Path("out"))
 
 
 def test_what_is_under_way_is_finished_when_it_stops() -> None:

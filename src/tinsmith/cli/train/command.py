@@ -15,11 +15,8 @@ from tinsmith.cli.connection import connected, service_client
 from tinsmith.cli.main import INTERRUPTED
 from tinsmith.cli.output import console, echo, formatted, plural, print_json, wants_json
 
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "sft": {"learning_rate": 5e-4, "epochs": 3, "batch_size": 8},
-    "dpo": {"learning_rate": 5e-5, "epochs": 1, "batch_size": 4},
-}
-SHARED: dict[str, Any] = {"rank": 32, "eval_split": 0.0, "seed": 0, "beta": 0.1}
+DEFAULTS: dict[str, Any] = {"rank": 32, "eval_split": 0.0, "seed": 0, "beta": 0.1}
+"""The rest depends on the size of the data: see `defaults`."""
 
 
 @click.command()
@@ -31,13 +28,14 @@ SHARED: dict[str, Any] = {"rank": 32, "eval_split": 0.0, "seed": 0, "beta": 0.1}
 @click.option("--rank", type=click.IntRange(1, 512), metavar="N", help="Rank of the LoRA adapter.  [default: 32]")
 @click.option(
     "--lr", "learning_rate", type=click.FloatRange(min=0, min_open=True), metavar="X",
-    help="Initial learning rate; decays linearly to 0.  [default: 5e-4; with --dpo 5e-5]",
+    help="Initial learning rate; decays linearly to 0.  [default: by the size of the data]",
 )  # fmt: skip
+@click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Passes over the data.  [default: by its size]")
 @click.option(
-    "--epochs", type=click.IntRange(min=1), metavar="N", help="Passes over the data.  [default: 3; with --dpo 1]"
-)
-@click.option(
-    "--batch-size", type=click.IntRange(min=1), metavar="N", help="Examples per step.  [default: 8; with --dpo 4]"
+    "--batch-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Examples per step.  [default: by the size of the data]",
 )
 @click.option(
     "--eval-split", type=click.FloatRange(0, 1, max_open=True), metavar="X",
@@ -68,6 +66,8 @@ def train(data: Path, out: Path | None, resume: bool, save_every: int, **given: 
       {"prompt": ..., "completion": ...}                      a text
       {"prompt": ..., "chosen": ..., "rejected": ...}         a pair, with --dpo
 
+    Epochs, batch size and learning rate are chosen by the number of lines, and printed.
+
     Ctrl-C saves and stops. The same command resumes exactly where it stopped.
     """
     from tinsmith.cli.train.state import read_state
@@ -80,18 +80,16 @@ def train(data: Path, out: Path | None, resume: bool, save_every: int, **given: 
 
 
 def _train(screen: Any, path: Path, out: Path, save_every: int, options: dict[str, Any], state: Any) -> None:
-    from tinsmith.cli.dataset import DataFile
     from tinsmith.cli.models import command_line
-    from tinsmith.cli.train.run import check_data
+    from tinsmith.cli.train.run import read_data
     from tinsmith.cli.train.state import opened
 
-    data = DataFile.read(path)
+    data = read_data(path, options["method"])
     if state is not None and state.data_sha256 != data.digest:
         raise click.ClickException(
             f"the run in {out} was started with different data ({state.data}), so {path} cannot resume it exactly; "
             "restore that file, or start a new run with another --out"
         )
-    check_data(data, options["method"])
     if state is not None and state.sampler is not None:
         screen.print(
             f"The run in {out} is finished ({state.total} steps). To start another, use another --out.", soft_wrap=True
@@ -100,6 +98,8 @@ def _train(screen: Any, path: Path, out: Path, save_every: int, options: dict[st
         _print_state(state)
         return
     began = time.monotonic()
+    if state is None:
+        options = _completed(screen, options, len(data.rows))
     with opened(out), service_client(user_metadata={"purpose": "train"}) as service, _resumable(path, out):
         run, outcome = _run(screen, service, data, out, save_every, options, state)
     if outcome is None:
@@ -113,7 +113,10 @@ def _train(screen: Any, path: Path, out: Path, save_every: int, options: dict[st
 
 
 def _options(given: dict[str, Any], state: Any, out: Path) -> dict[str, Any]:
-    """Return the run's plan: the options given, else those the run was started with, else defaults."""
+    """Return the run's plan: the options given, else those the run was started with, else defaults.
+
+    What depends on the size of the data is still missing from the plan of a new run.
+    """
     chosen = {name: value for name, value in given.items() if value is not None and value is not False}
     if chosen.pop("dpo", False):
         chosen["method"] = "dpo"
@@ -121,7 +124,7 @@ def _options(given: dict[str, Any], state: Any, out: Path) -> dict[str, Any]:
         method = chosen.setdefault("method", "sft")
         if "beta" in chosen and method != "dpo":
             raise click.UsageError("--beta needs --dpo")
-        return {"model": None, "truncate": False, **SHARED, **DEFAULTS[method], **chosen}
+        return {"model": None, "truncate": False, **DEFAULTS, **chosen}
     before = {name: getattr(state.plan, name) for name in state.plan.__struct_fields__}
     for name, value in chosen.items():
         if before[name] != value:
@@ -133,6 +136,18 @@ def _options(given: dict[str, Any], state: Any, out: Path) -> dict[str, Any]:
     return before
 
 
+def _completed(screen: Any, options: dict[str, Any], rows: int) -> dict[str, Any]:
+    """Add what depends on the size of the data, and say what was chosen."""
+    from tinsmith.cli.train.defaults import settings_for
+    from tinsmith.cli.train.sft import held_count
+
+    settings = settings_for(options["method"], rows - held_count(rows, options["eval_split"]), options)
+    if settings.said:
+        screen.print(settings.said, soft_wrap=True)
+    chosen = ("epochs", "batch_size", "learning_rate")
+    return {**options, **{name: getattr(settings, name) for name in chosen}}
+
+
 def _run(
     screen: Any, service: Any, data: Any, out: Path, save_every: int, options: dict[str, Any], state: Any
 ) -> tuple[Any, Any]:
@@ -140,7 +155,7 @@ def _run(
     from tinsmith.cli.models import chosen_model
     from tinsmith.cli.progress import ProgressView, duration
     from tinsmith.cli.train.run import TrainRun, described
-    from tinsmith.cli.train.sft import Saved, TrainStep, Watcher
+    from tinsmith.cli.train.sft import Measured, Saved, TrainStep, Watcher
     from tinsmith.cli.train.state import RunPlan
 
     model = chosen_model(service, options["model"], use="trainable").model_name
@@ -158,18 +173,27 @@ def _run(
     with ProgressView(screen, run.total, run.first) as view:
 
         def stepped(step: TrainStep) -> None:
-            extra = f"  accuracy {step.metrics['accuracy']:.0%}" if "accuracy" in step.metrics else ""
+            extra = f"  {step.metrics['accuracy']:.0%} right" if "accuracy" in step.metrics else ""
             rest = f"{step.tokens_per_s:.0f} tokens/s, {duration(step.left_s)} left"
             view.step(step.step, f"loss {step.loss:.4f}{extra}", rest)
 
+        def scored(step: int, measured: Measured) -> None:
+            view.note(f"epoch {step // run.steps_per_epoch} of {plan.epochs}: {_held_out(measured)}")
+
         def saved(point: Saved) -> None:
-            held = f", held-out loss {point.held_out[0]:.4f}" if point.held_out is not None else ""
+            held = f", {_held_out(point.held_out)}" if point.held_out is not None else ""
             view.note(f"step {point.step}: checkpoint saved{held}")
 
         with _interrupts(view.note) as asked:
-            watcher = Watcher(step=stepped, saved=saved, is_stopping=lambda: bool(asked))
+            watcher = Watcher(step=stepped, scored=scored, saved=saved, is_stopping=lambda: bool(asked))
             is_done = run.train(watcher, save_every)
     return run, run.finish() if is_done else None
+
+
+def _held_out(measured: Any) -> str:
+    loss, metrics = measured
+    right = f", {metrics['accuracy']:.0%} right, margin {metrics['margin']:.2f}" if "accuracy" in metrics else ""
+    return f"held-out loss {loss:.4f}{right}"
 
 
 @contextlib.contextmanager
@@ -230,16 +254,16 @@ def _print_outcome(screen: Any, run: Any, outcome: Any, path: Path, took_s: floa
     held = f", held-out loss {ends(outcome.held_out)}" if outcome.held_out else ""
     screen.print(f"Done in {duration(took_s)}: loss {ends(outcome.losses)}{held}. Try next:", soft_wrap=True)
     _try_next(screen, path, run.plan, outcome.sampler)
-    loss = outcome.losses[-1][1] if outcome.losses else None
-    _print_state(run.state, adapter=outcome.adapter, report=outcome.report, loss=loss)
+    loss, held_out = (points[-1][1] if points else None for points in (outcome.losses, outcome.held_out))
+    _print_state(run.state, adapter=outcome.adapter, report=outcome.report, loss=loss, held_out_loss=held_out)
 
 
 def _try_next(screen: Any, path: Path, plan: Any, sampler: str) -> None:
     from tinsmith.cli.models import command_line
 
     lines = {"chat with it": command_line("chat", "--checkpoint", sampler)}
-    if plan.method == "sft":
-        lines["evaluate it"] = command_line("eval", str(path), "--checkpoint", sampler, "--model", plan.model)
+    scored = ("--dpo",) if plan.method == "dpo" else ("--model", plan.model)
+    lines["evaluate it"] = command_line("eval", str(path), "--checkpoint", sampler, *scored)
     for name, line in lines.items():
         screen.print(f"   {name + ':':<14}{line}", soft_wrap=True)
 

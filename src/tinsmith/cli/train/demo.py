@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,8 +15,13 @@ from tinsmith.cli.output import console as terminal
 from tinsmith.cli.output import plural, quoted
 from tinsmith.cli.train.comparison import greedy_answers, print_answers, print_comparison
 
+if TYPE_CHECKING:
+    from tinsmith.cli.train.sft import Plan
+
 PROMPTS = ("What is the capital of Italy?", "How do I make good coffee?", "Why do stars shine?")
 """Questions that are not in the data."""
+QUICK_CHATS = 8
+"""Chats that `--quick` trains on: the first ones of the data."""
 INCLUDED_DATA = resources.files("tinsmith.cli.train") / "data" / "workshop.jsonl"
 
 
@@ -33,7 +39,10 @@ INCLUDED_DATA = resources.files("tinsmith.cli.train") / "data" / "workshop.jsonl
     type=click.Path(path_type=Path, dir_okay=False),
     help="JSONL file of chats to train on.  [default: an included one]",
 )
-@click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Passes over the chats.  [default: 4]")
+@click.option(
+    "--epochs", type=click.IntRange(min=1), metavar="N", help="Passes over the chats.  [default: 4; with --quick 3]"
+)
+@click.option("--quick", is_flag=True, help=f"Train on {QUICK_CHATS} chats only, to see in a minute that all works.")
 @click.option(
     "--rank", type=click.IntRange(1, 512), metavar="N", default=16, show_default=True, help="Rank of the LoRA adapter."
 )
@@ -41,15 +50,22 @@ INCLUDED_DATA = resources.files("tinsmith.cli.train") / "data" / "workshop.jsonl
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Training steps with --rl.  [default: 18]")
 @connected
 def demo(
-    out: Path, model: str | None, data: Path | None, epochs: int | None, rank: int, rl: bool, steps: int | None
+    out: Path,
+    model: str | None,
+    data: Path | None,
+    epochs: int | None,
+    quick: bool,
+    rank: int,
+    rl: bool,
+    steps: int | None,
 ) -> None:
     """Fine-tune a small model and compare its answers before and after.
 
     Runs on this machine unless a server is configured; no account and no GPU are needed. The first time, it downloads a
     model.
     """
-    if rl and (data is not None or epochs is not None):
-        raise click.UsageError("--data and --epochs cannot be used with --rl")
+    if rl and (data is not None or epochs is not None or quick):
+        raise click.UsageError("--data, --epochs and --quick cannot be used with --rl")
     if steps is not None and not rl:
         raise click.UsageError("--steps needs --rl; without it, use --epochs")
     console = terminal(markup=True)
@@ -61,31 +77,42 @@ def demo(
 
             run_demo_rl(console, service, out, model, rank, RlPlan(steps=steps) if steps else RlPlan())
         else:
-            _demo(console, service, out, model, data, epochs or 4, rank)
+            from tinsmith.cli.train.sft import Plan
+
+            # Fewer steps have to be larger ones.
+            usual = Plan(epochs=3, batch_size=4, learning_rate=2e-3) if quick else Plan()
+            plan = dataclasses.replace(usual, epochs=epochs or usual.epochs)
+            _demo(console, service, out, model, data, QUICK_CHATS if quick else None, plan, rank)
 
 
-def _demo(console: Any, service: Any, out: Path, model: str | None, data: Path | None, epochs: int, rank: int) -> None:
+def _demo(
+    console: Any,
+    service: Any,
+    out: Path,
+    model: str | None,
+    data: Path | None,
+    count: int | None,
+    plan: Plan,
+    rank: int,
+) -> None:
     from tinsmith.cli.models import chosen_model, command_line
     from tinsmith.cli.progress import duration
     from tinsmith.cli.report import numbered, report_html
-    from tinsmith.cli.train.sft import Plan
 
     began = time.monotonic()
-    plan = Plan(epochs=epochs)
     chosen = chosen_model(service, model, use="trainable")
     name = chosen.model_name
     training = service.create_lora_training_client(name, rank=rank, seed=0)
     tokenizer = training.get_tokenizer()
-    examples = _examples(data, tokenizer, chosen.max_context_length)
+    examples = _examples(data, tokenizer, chosen.max_context_length)[:count]
 
     console.print(f"[bold]2.[/] Answers of {quoted(name)} before training")
     before = greedy_answers(service.create_sampling_client(base_model=name), tokenizer, PROMPTS)
     print_answers(console, PROMPTS, before)
 
-    count = sum(len(example.tokens) for example in examples)
-    console.print(
-        f"[bold]3.[/] Training on {len(examples)} chats ({count} tokens), {plural(epochs, 'epoch')}, LoRA rank {rank}"
-    )
+    size = f"{plural(len(examples), 'chat')} ({sum(len(example.tokens) for example in examples)} tokens)"
+    epochs = plural(plan.epochs, "epoch")
+    console.print(f"[bold]3.[/] Training on {size}, {epochs}, LoRA rank {rank}")
     losses, speed = _train(console, training, examples, plan)
 
     console.print("[bold]4.[/] The same questions, before and after")
@@ -101,14 +128,18 @@ def _demo(console: Any, service: Any, out: Path, model: str | None, data: Path |
     figures = {
         "Base model": name,
         "Adapter": f"LoRA, rank {rank}",
-        "Data": f"{len(examples)} chats, {count} tokens, {plural(epochs, 'epoch')}",
+        "Data": f"{size}, {epochs}",
+        "Steps": f"{plural(len(losses), 'step')} of {plural(min(plan.batch_size, len(examples)), 'chat')}",
         "Loss": f"{losses[0]:.2f} to {losses[-1]:.2f} per token",
         "Speed": f"{speed:.0f} tokens/s",
         "Time": duration(took),
         "Checkpoint": state.path,
     }
     page = out / "report.html"
-    page.write_text(report_html("Fine-tuned model", figures, {"Loss": numbered(losses)}, answers), encoding="utf-8")
+    page.write_text(
+        report_html("Fine-tuned model", figures, {"Loss per token": {"training": numbered(losses)}}, answers),
+        encoding="utf-8",
+    )
     for line in (f"checkpoint  {state.path}", f"adapter     {files}", f"report      {page}"):
         console.print(f"   {line}", soft_wrap=True, markup=False)
     console.print(f"Done in {duration(took)}. Try next:")

@@ -95,7 +95,8 @@ def run_demo_rl(console: Any, service: Any, out: Path, model: str | None, rank: 
         "Sampler checkpoint": saved.path,
     }
     page.write_text(
-        report_html("Model trained by reward", figures, {"Reward": numbered(rewards)}, answers), encoding="utf-8"
+        report_html("Model trained by reward", figures, {"Reward": {"training": numbered(rewards)}}, answers),
+        encoding="utf-8",
     )
     console.print(f"   report      {page}", soft_wrap=True, markup=False)
     low, high = _ends(rewards)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tinsmith.cli.dataset import Example
-from tinsmith.cli.train.dpo import DpoLoss, Pair, answer_logprobs, dpo_loss, texts_of
+from tinsmith.cli.dpo import DpoLoss, Pair, answer_logprobs, dpo_loss, texts_of
 from tinsmith.cli.train.sft import Measured
 from tinsmith.types import AdamParams, Datum
 

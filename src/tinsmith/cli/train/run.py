@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tinsmith.cli.dataset import DataFile, check_examples, examples_of
+from tinsmith.cli.dataset import DataFile, check_example, examples_of
+from tinsmith.cli.dpo import check_pair, pairs_of
 from tinsmith.cli.models import chosen_model
 from tinsmith.cli.output import plural
 from tinsmith.cli.report import Points, report_html
-from tinsmith.cli.train.dpo import check_pairs, pairs_of
+from tinsmith.cli.train.comparison import compared, prompts_of
 from tinsmith.cli.train.objectives import Preferring, Supervised, reference_logprobs
 from tinsmith.cli.train.sft import (
     Measured,
@@ -35,14 +36,23 @@ from tinsmith.cli.train.state import (
     write_reference,
     write_state,
 )
+from tinsmith.client.tokenizers.find import tokenizer_of
 from tinsmith.errors import APIStatusError, RequestFailedError, TinkerError
 
 Note = Callable[[str], None]
+Curves = Mapping[str, Mapping[str, Points]]
+"""Values over steps, by what was measured and by the part of the data."""
+
+LOSS = {"sft": "Loss per token", "dpo": "Loss per pair"}
+MARGIN = (
+    "how much more the chosen answer is preferred than before training, as a difference of logprobs; right is above 0"
+)
+TRAINING, HELD_OUT = "training", "held out"
 
 
-def check_data(data: DataFile, method: str) -> None:
-    """Check what needs no tokenizer, so that a bad file is refused before anything starts."""
-    (check_pairs if method == "dpo" else check_examples)(data)
+def read_data(path: Path, method: str) -> DataFile:
+    """Read and check a file for a method, so that a bad one is refused before anything starts."""
+    return DataFile.read(path, check_pair if method == "dpo" else check_example)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,8 @@ class TrainRun:
         self._data = data
         self._note = note
         self._metrics = MetricsFile(out)
+        self._context: int | None = chosen_model(service, plan.model, use="trainable").max_context_length
+        self._tokenizer = tokenizer_of(service.holder, plan.model, None)
         self.items, self.held_out = self._items()
         self._steps = Plan(
             epochs=plan.epochs, batch_size=plan.batch_size, learning_rate=plan.learning_rate, seed=plan.seed
@@ -91,6 +103,10 @@ class TrainRun:
         return len(self.batches)
 
     @property
+    def steps_per_epoch(self) -> int:
+        return self.total // self.plan.epochs
+
+    @property
     def tokens(self) -> int:
         return self._objective.tokens(self.items)
 
@@ -104,6 +120,10 @@ class TrainRun:
             )
             watcher.step(progress)
 
+        def scored(step: int, measured: Measured) -> None:
+            self._scored(step, measured)
+            watcher.scored(step, measured)
+
         def saved(point: Saved) -> None:
             self._saved(point)
             watcher.saved(point)
@@ -113,9 +133,10 @@ class TrainRun:
             self._objective,
             self.batches,
             self._steps,
-            Watcher(step=stepped, saved=saved, is_stopping=watcher.is_stopping),
+            Watcher(step=stepped, scored=scored, saved=saved, is_stopping=watcher.is_stopping),
             first=self.first,
             save_every=save_every,
+            score_every=self.steps_per_epoch,
             held_out=self.held_out,
         )
         if self.state is None or self.state.step != done:
@@ -129,27 +150,25 @@ class TrainRun:
         assert self.state is not None
         sampler = self.training.save_weights_for_sampler("final").result().path
         adapter, why = self._export()
-        rows = self._metrics.rows()
-        losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
-        held_out = [(row["step"], row["held_out_loss"]) for row in rows if "held_out_loss" in row]
         report = self.out / "report.html"
-        curves = {"Loss": losses} | ({"Held-out loss": held_out} if held_out else {})
-        figures = self._figures(losses, held_out, sampler)
-        write_file(report, report_html(f"{self._data.path.name} on {self.plan.model}", figures, curves).encode())
+        curves = curves_of(self._metrics.rows(), self.plan.method)
+        answers, asked = self._answers(sampler)
+        title = f"{self._data.path.name} on {self.plan.model}"
+        page = report_html(title, self._figures(curves, sampler), curves, answers, asked)
+        write_file(report, page.encode())
         self._write_state(self.state.checkpoint, self.total, sampler)
-        return TrainedModel(self.state.checkpoint, sampler, adapter, why, report, losses, held_out)
+        losses = curves[LOSS[self.plan.method]]
+        return TrainedModel(
+            self.state.checkpoint, sampler, adapter, why, report, losses[TRAINING], losses.get(HELD_OUT, [])
+        )
 
     def _items(self) -> tuple[list[Any], list[Any]]:
-        from tinsmith.client.tokenizers.find import tokenizer_of
-
-        model = chosen_model(self._service, self.plan.model, use="trainable")
-        tokenizer = tokenizer_of(self._service.holder, self.plan.model, None)
         read: Callable[..., list[Any]] = pairs_of if self.plan.method == "dpo" else examples_of
-        items = read(self._data, tokenizer, model.max_context_length, truncate=self.plan.truncate)
+        items = read(self._data, self._tokenizer, self._context, truncate=self.plan.truncate)
         cut = [str(item.line) for item in items if item.is_cut]
         if cut:
             lines = ", ".join(cut[:10]) + (", ..." if len(cut) > 10 else "")
-            self._note(f"truncated {len(cut)} of {len(items)} to {model.max_context_length} tokens (lines {lines})")
+            self._note(f"truncated {len(cut)} of {len(items)} to {self._context} tokens (lines {lines})")
         return split(items, self.plan.eval_split, self.plan.seed)
 
     def _open(self) -> Any:
@@ -216,21 +235,51 @@ class TrainRun:
             raise OutputError(f"cannot write {directory}: {error.strerror or error}") from error
         return directory, ""
 
-    def _figures(self, losses: Points, held_out: Points, sampler: str) -> dict[str, str]:
+    def _answers(self, sampler: str) -> tuple[list[tuple[str, ...]], str]:
+        """Return answers before and after training to a few prompts of the data, and a sentence about them."""
+        items = self.held_out or self.items
+        prompts = prompts_of(items, dict(self._data.rows), self._tokenizer, self._context)
+        try:
+            rows = compared(self._service, self.plan.model, sampler, self._tokenizer, prompts)
+        except (APIStatusError, RequestFailedError) as error:  # for example a key that may train but not sample
+            return [], f"There are no answers to compare: {error}"
+        return rows, f"Greedy answers to prompts {'that were held out' if self.held_out else 'of the training data'}."
+
+    def _figures(self, curves: Curves, sampler: str) -> dict[str, str]:
         plan = self.plan
+        noun = "pair" if plan.method == "dpo" else "example"
         kind = "preference pairs, DPO" if plan.method == "dpo" else "examples"
-        unit = f"per pair, beta {plan.beta:g}" if plan.method == "dpo" else "per token"
         epochs = plural(plan.epochs, "epoch")
         figures = {
             "Base model": plan.model,
             "Adapter": f"LoRA, rank {plan.rank}",
             "Data": f"{self._data.path.name}: {len(self.items)} {kind}, {self.tokens} tokens, {epochs}",
-            "Steps": f"{self.total} of {plan.batch_size}, learning rate {plan.learning_rate:g}, decaying to 0",
-            "Loss": f"{ends(losses)} {unit}",
+            "Held out": plural(len(self.held_out), noun) if self.held_out else "nothing (see --eval-split)",
+            "Steps": f"{plural(self.total, 'step')} of {plural(min(plan.batch_size, len(self.items)), noun)}",
+            "Learning rate": f"{plan.learning_rate:g}, decaying to 0",
         }
-        if held_out:
-            figures["Held out"] = f"{len(self.held_out)}; loss {ends(held_out)}"
+        if plan.method == "dpo":
+            figures["Beta"] = f"{plan.beta:g}"
+        for name, series in curves.items():
+            figures[name] = "; ".join(f"{part} {ends(points)}" for part, points in series.items())
+        if plan.method == "dpo":
+            figures["Margin"] += f" ({MARGIN})"
         return figures | {"Checkpoint": self.state.checkpoint if self.state else "", "Sampler checkpoint": sampler}
+
+
+def curves_of(rows: Sequence[Mapping[str, Any]], method: str) -> Curves:
+    """Return what was measured at each step: the loss and, with DPO, the share of pairs right and the margin."""
+    curves: dict[str, Mapping[str, Points]] = {LOSS[method]: _series(rows, "loss")}
+    if method == "dpo":
+        curves["Share right (%)"] = _series(rows, "accuracy", scale=100.0)
+        curves["Margin"] = _series(rows, "margin")
+    return curves
+
+
+def _series(rows: Sequence[Mapping[str, Any]], name: str, scale: float = 1.0) -> Mapping[str, Points]:
+    parts = {TRAINING: name, HELD_OUT: f"held_out_{name}"}
+    found = {part: [(row["step"], scale * row[key]) for row in rows if key in row] for part, key in parts.items()}
+    return {part: points for part, points in found.items() if points or part == TRAINING}
 
 
 def ends(points: Points) -> str:

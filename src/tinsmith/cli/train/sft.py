@@ -41,10 +41,14 @@ class Plan:
         return batches
 
 
+def held_count(total: int, share: float) -> int:
+    """Return how many of `total` items are held out: at least one, and never all."""
+    return min(total - 1, max(1, round(share * total))) if share else 0
+
+
 def split(items: Sequence[T], share: float, seed: int) -> tuple[list[T], list[T]]:
     """Split items into a training and a held-out part, the same ones for the same seed."""
-    count = min(len(items) - 1, max(1, round(share * len(items)))) if share else 0
-    held = set(random.Random(f"held out {seed}").sample(range(len(items)), count))
+    held = set(random.Random(f"held out {seed}").sample(range(len(items)), held_count(len(items), share)))
     return [x for i, x in enumerate(items) if i not in held], [x for i, x in enumerate(items) if i in held]
 
 
@@ -86,9 +90,10 @@ class Saved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watcher:
-    """Callbacks of the loop: a finished step, a saved checkpoint, and whether to stop."""
+    """Callbacks of the loop: a finished step, the held-out part scored, a saved checkpoint, and whether to stop."""
 
     step: Callable[[TrainStep], None] = lambda _: None
+    scored: Callable[[int, Measured], None] = lambda _step, _measured: None
     saved: Callable[[Saved], None] = lambda _: None
     is_stopping: Callable[[], bool] = lambda: False
 
@@ -114,14 +119,15 @@ def fine_tune(
     *,
     first: int = 0,
     save_every: int = 0,
+    score_every: int = 0,
     held_out: Sequence[Any] = (),
 ) -> int:
     """Train from step `first`, and return the number of the last finished step.
 
     The next step is sent before the previous one has finished, so that the server never waits for the network. Every
-    `save_every` steps, except after the last, the state is saved; the server runs requests in order, so that the
-    checkpoint falls between two steps. When the watcher asks to stop, steps in flight are finished and no new one is
-    sent.
+    `save_every` steps, except after the last, the state is saved and the held-out part scored; every `score_every`
+    steps it is only scored. The server runs requests in order, so that both fall between two steps. When the watcher
+    asks to stop, steps in flight are finished and no new one is sent.
     """
     under_way: deque[_UnderWay] = deque()
     begun, began, tokens = first, time.monotonic(), 0
@@ -131,9 +137,11 @@ def fine_tune(
             params = AdamParams(learning_rate=rate, grad_clip_norm=1.0)
             step = _UnderWay(begun + 1, objective.step(training, batches[begun], params))
             begun += 1
-            if save_every and begun % save_every == 0 and begun < len(batches):
+            is_saved, is_scored = (every and begun % every == 0 for every in (save_every, score_every))
+            if is_saved and begun < len(batches):
                 step.saving = training.save_state(checkpoint_name(begun))
-                step.scoring = objective.score(training, held_out) if held_out else None
+            if held_out and (is_saved or is_scored) and begun < len(batches):
+                step.scoring = objective.score(training, held_out)
             under_way.append(step)
         if not under_way:
             return begun
@@ -143,6 +151,8 @@ def fine_tune(
         spent = time.monotonic() - began
         left = spent / (step.number - first) * (len(batches) - step.number)
         watcher.step(TrainStep(step.number, len(batches), loss, tokens, tokens / spent, left, metrics))
+        measured = step.scoring() if step.scoring is not None else None
         if step.saving is not None:
-            path = step.saving.result().path
-            watcher.saved(Saved(step.number, path, step.scoring() if step.scoring else None))
+            watcher.saved(Saved(step.number, step.saving.result().path, measured))
+        elif measured is not None:
+            watcher.scored(step.number, measured)

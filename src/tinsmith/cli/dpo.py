@@ -20,6 +20,7 @@ from tinsmith.cli.dataset import (
     DataFile,
     Example,
     chat_tokens,
+    check_answer,
     check_messages,
     completion_tokens,
     each_row,
@@ -51,7 +52,6 @@ class Pair:
 
 def pairs_of(data: DataFile, tokenizer: Any, max_length: int | None, *, truncate: bool = False) -> list[Pair]:
     """Tokenize the file's pairs."""
-    check_pairs(data)
 
     def tokenized(numbered: tuple[int, Any]) -> Pair:
         line, row = numbered
@@ -65,14 +65,10 @@ def pairs_of(data: DataFile, tokenizer: Any, max_length: int | None, *, truncate
     return each_row(data.rows, tokenized)
 
 
-def check_pairs(data: DataFile) -> None:
-    """Check the shape of every row; needs no tokenizer, so that a bad file is refused before anything starts."""
-    each_row(data.rows, lambda numbered: _check_pair(numbered[1], data.where(numbered[0])))
-
-
-def _check_pair(row: Any, where: str) -> None:
+def check_pair(row: Any, where: str) -> None:
+    """Check the shape of a row: two different answers to one prompt."""
     if not isinstance(row, dict) or not {"chosen", "rejected"} <= row.keys():
-        refuse(where, FORMS)
+        refuse(where, FORMS + _advice(row))
     prompt = row.get("prompt")
     if isinstance(prompt, list):
         check_messages(prompt, where, "prompt")
@@ -84,13 +80,17 @@ def _check_pair(row: Any, where: str) -> None:
         refuse(where, "'chosen' and 'rejected' are the same, so there is nothing to prefer")
 
 
+def _advice(row: Any) -> str:
+    is_example = isinstance(row, dict) and ("messages" in row or "completion" in row)
+    return "; this looks like an example: omit --dpo" if is_example else ""
+
+
 def _check_side(row: dict[str, Any], side: str, where: str) -> None:
     prompt, answer = row.get("prompt"), row[side]
-    if isinstance(prompt, str):
-        if not isinstance(answer, str):
-            refuse(where, f"{side!r} must be a string, as 'prompt' is")
-        return
+    if isinstance(prompt, str) and not isinstance(answer, str):
+        refuse(where, f"{side!r} must be a string, as 'prompt' is")
     if isinstance(answer, str) and prompt is not None:
+        check_answer(answer, where, repr(side))
         return
     messages = [answer] if isinstance(answer, dict) else answer
     if not isinstance(messages, list):
@@ -139,20 +139,28 @@ def answer_logprobs(texts: Sequence[Example], outputs: Sequence[Any]) -> list[fl
     ]
 
 
+def margins_of(logprobs: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Return each pair's margin from the logprobs of `texts_of`: those of the model, and those of the reference."""
+    gains = [mine - before for mine, before in zip(logprobs, reference, strict=True)]
+    return [chosen - rejected for chosen, rejected in zip(gains[0::2], gains[1::2], strict=True)]
+
+
+def share_right(margins: Sequence[float]) -> float:
+    """Return the share of pairs whose chosen answer is preferred."""
+    return sum(margin > 0 for margin in margins) / len(margins)
+
+
 def dpo_loss(texts: Sequence[Example], logprobs: Sequence[float], reference: Sequence[float], beta: float) -> DpoLoss:
     """Compute the mean over pairs of -log sigmoid(beta * margin), and its gradient."""
-    count = len(texts) // 2
-    total, gradients, margins = 0.0, [], []
-    for i in range(count):
-        chosen, rejected = (logprobs[2 * i + side] - reference[2 * i + side] for side in (0, 1))
-        margin = chosen - rejected
-        margins.append(margin)
+    margins = margins_of(logprobs, reference)
+    count = len(margins)
+    total, gradients = 0.0, []
+    for i, margin in enumerate(margins):
         total += _softplus(-beta * margin)
         slope = beta * _sigmoid(-beta * margin) / count
         for sign, text in ((-1.0, texts[2 * i]), (1.0, texts[2 * i + 1])):
             gradients.append(np.asarray(text.weights[1:]) * (sign * slope))
-    right = sum(margin > 0 for margin in margins)
-    return DpoLoss(total / count, gradients, right / count, sum(margins) / count)
+    return DpoLoss(total / count, gradients, share_right(margins), sum(margins) / count)
 
 
 def _softplus(x: float) -> float:
