@@ -65,7 +65,8 @@ class ClientConfig:
     request_timeout_s: float = 60.0
     """Timeout of one request and its response, in seconds."""
     first_contact_s: float = 60.0
-    """How long to retry a server that has never responded, in seconds."""
+    """How long to retry a server that has never responded, in seconds. If it should be on this machine and nothing
+    listens there, it is not retried."""
     retry_deadline_s: float = 300.0
     """Total time for one call with all its retries, in seconds, once the server has responded before."""
     poll_timeout_s: float = 45.0
@@ -79,8 +80,8 @@ class ClientConfig:
         parts = urlsplit(self.base_url) if isinstance(self.base_url, str) else urlsplit("")
         if self.base_url != LOCAL and (parts.scheme not in ("http", "https") or not parts.netloc):
             raise TinkerError(
-                f"base_url {self.base_url!r} is neither an http(s) URL nor 'local'; set TINKER_BASE_URL or pass "
-                "base_url=, for example http://127.0.0.1:8000"
+                f"base_url {self.base_url!r} is neither an http(s) URL nor 'local'; set TINKER_BASE_URL to one, for "
+                "example http://127.0.0.1:8000"
             )
         object.__setattr__(self, "base_url", self.base_url.rstrip("/"))
         for spec in dataclasses.fields(self):

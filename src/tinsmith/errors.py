@@ -289,6 +289,8 @@ class APIConnectionError(APIError):
 
     code = "connection_error"
     retryable = True
+    is_not_started = False
+    """Whether the server should be on this machine and nothing listens there."""
 
     def __init__(self, request: RequestInfo | None = None, message: str = "Connection error.") -> None:
         super().__init__(message, request)
@@ -316,7 +318,7 @@ class AuthenticationError(APIStatusError):
     """401: the key is missing, wrong, revoked or expired."""
 
     code = "authentication_failed"
-    hint = "Check TINKER_API_KEY (or the api_key argument) and that it belongs to this server."
+    hint = "Check the key (TINKER_API_KEY), and that it belongs to this server."
 
 
 class BillingError(APIStatusError):
@@ -331,7 +333,7 @@ class PermissionDeniedError(APIStatusError):
     """403: the key is valid but may not do this."""
 
     code = "permission_denied"
-    hint = "Use a key that has the needed scope, or ask the owner to publish or share the resource."
+    hint = "Use a key with the needed scope or budget, or ask the owner to publish or share the resource."
 
 
 class NotFoundError(APIStatusError):

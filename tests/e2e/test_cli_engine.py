@@ -122,6 +122,12 @@ def test_an_exported_adapter_comes_back(world: World, tmp_path: Path) -> None:
     assert logprobs_from(world, path) == world.logprobs
     wrong = world.cli.fails("checkpoint", "import", str(tmp_path / "peft"), "--model", "other")
     assert "other" in wrong
+    config = tmp_path / "peft" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "/home/me/a-copy"}))
+    found = world.cli.run("checkpoint", "import", str(tmp_path / "peft"), "--name", "found")
+    assert found.exit_code == 0, found.output
+    assert found.stderr == "base model: tiny (the adapter names /home/me/a-copy)\n"
+    assert logprobs_from(world, found.stdout.strip()) == world.logprobs
 
 
 @pytest.mark.parametrize("part_bytes", [own_endpoints.PART_BYTES, 5000], ids=["at once", "in parts"])

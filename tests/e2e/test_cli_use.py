@@ -100,11 +100,14 @@ def test_a_seed_repeats_and_a_stop_text_ends() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("x", "--model", "tiny", "--checkpoint", "tinker://a/b/c"), "use either --model or --checkpoint, not both"),
+        (
+            ("x", "--model", "tiny", "--checkpoint", "tinker://a/weights/c"),
+            "use either --model or --checkpoint, not both",
+        ),
         (("x", "--raw", "--system", "y"), "--system cannot be used with --raw"),
         ((" ",), "the prompt is empty"),
         (("x", "--model", "huge"), "the server has no sampleable model 'huge' (available: tiny)"),
-        (("x", "--checkpoint", "nowhere"), "must begin with tinker://"),
+        (("x", "--checkpoint", "nowhere"), "must start with tinker://"),
     ],
     ids=["both", "raw", "empty", "unknown", "path"],
 )

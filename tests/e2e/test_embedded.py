@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from tinsmith.client.connection.local_engine import embedded_address
+from tinsmith.client.service import local
 from tinsmith.config import EmbeddedConfig
+from tinsmith.errors import TinkerError
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = Path.home() / ".cache" / "tinsmith"
@@ -82,6 +84,26 @@ def test_an_unused_engine_ends(surroundings: dict[str, str]) -> None:
         time.sleep(0.1)
     else:
         pytest.fail("the engine still runs")
+
+
+def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with (
+        pytest.raises(
+            TinkerError, match=r"^the local engine could not start: model x: 'nowhere' is neither a directory"
+        ),
+        local({"x": "nowhere"}, data_dir=tmp_path / "data"),
+    ):
+        pass
+
+
+def test_a_data_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    place = tmp_path / "file"
+    place.touch()
+    says = rf"could not start: {place}/data: Not a directory; .* choose another data directory \(TINSMITH_DATA_DIR\)"
+    with pytest.raises(TinkerError, match=says):
+        embedded_address(EmbeddedConfig(data_dir=place / "data", models_dir=MODELS))
+    with pytest.raises(TinkerError, match=says), local(data_dir=place / "data"):
+        pass
 
 
 def test_the_demo(surroundings: dict[str, str], tmp_path: Path) -> None:

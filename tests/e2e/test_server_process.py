@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -15,9 +18,9 @@ from typing import Any
 import pytest
 from support.postgres import PostgresServer
 from support.program_run import as_official, raised, run_module
-from support.server_process import HELD_BACKEND, ServerEndedError, ServerProcess
+from support.server_process import HELD_BACKEND, ServerEndedError, ServerProcess, environment
 
-from tinsmith import AdamParams, AuthenticationError, ModelInput, SamplingParams, ServiceClient
+from tinsmith import AdamParams, AuthenticationError, ModelInput, PermissionDeniedError, SamplingParams, ServiceClient
 
 MODEL = "tinsmith/arithmetic"
 PROMPT = ModelInput.from_ints([1, 2, 3])
@@ -139,6 +142,60 @@ def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     assert f"cannot use {tmp_path / 'file' / 'data'} as the data directory: Not a directory" in error.log
 
 
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("nowhere", "Error: model x: 'nowhere' is neither a directory, a .gguf file nor a hub id (owner/name)"),
+        ("some-org/some-model", "Error: model x: some-org/some-model could not be downloaded from the hub ("),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str, says: str
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    error = refused(tmp_path, "--backend", "local", "--model", f"x={model}")
+    assert error.code == 1
+    preparing, told = error.log.splitlines()
+    assert "preparing x from " in preparing
+    assert told.startswith(says)
+
+
+FULL = 'dd if=/dev/zero of="$1/filler" bs=4096 2>/dev/null'
+NEARLY_FULL = 'dd if=/dev/zero of="$1/filler" bs=1024 count=900 2>/dev/null'
+READ_ONLY = 'mkdir "$1/data"; mount -o remount,ro "$1"'
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (FULL, "data: No space left on device; free some space, or choose another data directory (--data-dir,"),
+        (NEARLY_FULL, "tinsmith.sqlite: no space for the database"),
+        (READ_ONLY, "server.lock: Read-only file system; let this user write there, or choose another data directory"),
+    ],
+    ids=["full", "nearly full", "read-only"],
+)
+def test_a_disk_that_takes_nothing_is_told_in_one_line(tmp_path: Path, prepare: str, says: str) -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare(1)")
+    command = (
+        f'mount -t tmpfs -o size=1m tmpfs "$1" || exit 77; {prepare}; exec "$2" -m tinsmith serve --port 0 "$3" "$4"'
+    )
+    serve = ["--backend=tinsmith.testing.backend:memory_backend", f"--data-dir={tmp_path / 'data'}"]
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", command, "sh", str(tmp_path), sys.executable, *serve],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if done.returncode == 77 or "unshare" in done.stderr:
+        pytest.skip(f"this machine does not let users mount: {done.stderr[-200:]}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("Error: ")
+    assert done.stderr.count("\n") == 1
+    assert says in done.stderr
+
+
 def test_other_addresses_need_keys(tmp_path: Path) -> None:
     error = refused(tmp_path, "--host", "0.0.0.0")
     assert error.code == 1
@@ -171,6 +228,24 @@ def test_unknown_client_flags_are_refused(tmp_path: Path) -> None:
     server = ServerProcess(tmp_path / "data", client_flags="no_such_flag=true")
     with pytest.raises(ServerEndedError, match="client_flags: unknown no_such_flag"):
         server.start()
+
+
+def test_a_key_at_its_cap_is_told_at_once_and_its_run_goes_on(
+    tmp_path: Path, connect: Callable[..., ServiceClient], datum: Any
+) -> None:
+    with ServerProcess(tmp_path / "data") as server:
+        made = server.run("key", "create", "capped", "--tokens-per-day", "4", "--format", "json")
+        client = connect(server.url, api_key=json.loads(made.stdout)["key"], **PATIENT)
+        trainer = client.create_lora_training_client(MODEL, rank=2)
+        sampler = client.create_sampling_client(base_model=MODEL)
+        trainer.forward_backward([datum(1, 2)], "cross_entropy").result(60)
+        for late in (sampler.sample(PROMPT, 1, PARAMS), trainer.forward_backward([datum(1, 2, 3)], "cross_entropy")):
+            error = late.exception(60)
+            assert isinstance(error, PermissionDeniedError)
+            assert error.body["code"] == "over_budget"  # type: ignore[index]
+        assert "tokens per day has 2 left; this needs 3; the budget resets at " in str(error)
+        assert trainer.optim_step(AdamParams()).result(60).metrics["optim/step"] == 1
+        assert "refused forward_backward: 403 over_budget, org 'local'" in server.log
 
 
 def test_keys_are_made_and_revoked_while_the_server_runs(

@@ -58,7 +58,7 @@ WAIT_FOR_MODEL = (
 WAIT_FOR_NOBODY = (
     BEGIN
     + """
-    config = tinsmith.ClientConfig(base_url="http://127.0.0.1:9", api_key="tml-key")
+    config = tinsmith.ClientConfig(base_url="http://no-such-host.invalid", api_key="tml-key")
     tinsmith.ServiceClient(config=config).get_server_capabilities()
 """
 )
@@ -97,7 +97,7 @@ def test_ctrl_c_ends_a_wait_for_a_model(children: Any, server: TinkerServer) -> 
 
 def test_ctrl_c_ends_a_wait_for_a_server_that_is_not_there(children: Any, server: TinkerServer) -> None:
     process = children.start(WAIT_FOR_NOBODY, server)
-    assert "127.0.0.1:9" in process.stderr.readline(), "the first line says what it waits for"
+    assert "http://no-such-host.invalid" in process.stderr.readline(), "the first line says what it waits for"
     assert_interrupted(interrupt(process))
 
 

@@ -21,6 +21,7 @@ from tinsmith import (
     ModelInput,
     NotFoundError,
     PermissionDeniedError,
+    RateLimitError,
     SamplingClient,
     SamplingParams,
     ServiceClient,
@@ -213,6 +214,43 @@ def test_a_wish_to_wait_beyond_the_deadline_is_an_error_at_once(connect: Any, se
     server.script("optim_step", [Status(503, {"Retry-After": "30"})])
 
     assert isinstance(trainer.optim_step(STEP).exception(3), InternalServerError)
+
+
+CALLS: dict[str, Any] = {
+    "sessions": lambda client, _: client.create_rest_client().list_sessions(),
+    "optim_step": lambda client, _: client.create_lora_training_client("stub/model", rank=4).optim_step(STEP),
+    "forward_backward": lambda client, datum: client.create_lora_training_client("stub/model", rank=4).forward_backward(
+        [datum(1)], "cross_entropy"
+    ),
+    "asample": lambda client, _: client.create_sampling_client(base_model="stub/model").sample(PROMPT, 1, PARAMS),
+    "retrieve_future": lambda client, _: client.create_sampling_client(base_model="stub/model").sample(
+        PROMPT, 1, PARAMS
+    ),
+}
+"""For each endpoint: an operation that asks it."""
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "settings", "wait_s"),
+    [
+        *[(endpoint, {}, "29742") for endpoint in CALLS],
+        *[(endpoint, {"result_deadline_s": 80.0}, "90") for endpoint in CALLS if endpoint != "sessions"],
+    ],
+)
+def test_a_limit_that_lasts_longer_than_the_deadline_is_said_at_once_with_its_end(
+    connect: Any, server: TinkerServer, datum: Any, endpoint: str, settings: dict[str, float], wait_s: str
+) -> None:
+    client = connect(server, **{"retry_deadline_s": 300.0, **settings})
+    client.get_server_capabilities()
+    spent = Status(429, {"Retry-After": wait_s}, {"detail": "no tokens left today"})
+    before = len(server.find(endpoint))
+    server.script(endpoint, [spent])
+    error = CALLS[endpoint](client, datum).exception(10)
+
+    assert isinstance(error, RateLimitError)
+    assert "no tokens left today" in str(error)
+    assert "The server asks to wait until 2" in str(error)
+    assert len(server.find(endpoint)) == before + 1
 
 
 def test_a_failed_handshake_is_tried_anew_by_the_next_call(connect: Any, server: TinkerServer) -> None:

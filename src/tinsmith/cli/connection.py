@@ -1,4 +1,4 @@
-"""How commands connect to a server, how they report its errors, and how they ask for confirmation.
+"""How commands connect to a server, what they check before, how they report errors, and how they ask for confirmation.
 
 The server is `--base-url`, else what `ClientConfig` finds in the environment, else the local engine.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import shlex
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,9 +68,35 @@ def _keep(context: click.Context, _parameter: click.Parameter, value: str | None
         context.meta[_URL] = value
 
 
+def checkpoint_path(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
+    """Check the form of a checkpoint's path, or of several, before a server is asked or an engine started."""
+    for path in (value,) if isinstance(value, str) else value or ():
+        _check_path(path)
+    return value
+
+
+def _check_path(path: str) -> None:
+    import os
+
+    from tinsmith.errors import InvalidInputError
+    from tinsmith.wire.messages.weights import ParsedCheckpointTinkerPath
+
+    if os.path.isdir(path):
+        command = shlex.join(["tinsmith", "checkpoint", "import", path])
+        raise click.ClickException(
+            f"{path} is a directory, not a checkpoint of the server; upload its adapter, and use the path that this "
+            f"prints: {command}"
+        )
+    try:
+        ParsedCheckpointTinkerPath.from_tinker_path(path)
+    except InvalidInputError as error:
+        raise click.ClickException(str(error)) from None
+
+
 def explained(error: TinkerError) -> str:
     """Return what went wrong, followed by the next step if there is one."""
     from tinsmith.errors import APIConnectionError, APIStatusError, AuthenticationError
+    from tinsmith.wire.rules.faults import long_wait
 
     text = str(error)
     if isinstance(error, APIStatusError):
@@ -79,9 +106,11 @@ def explained(error: TinkerError) -> str:
                 "The server does not support this call (other or older servers lack some), or the ID does not exist."
             )
         elif isinstance(detail, str) and detail:
-            text = f"{detail} (HTTP {error.status_code})"
+            text = f"{detail} (HTTP {error.status_code}){long_wait(error.status_code, error.response.headers)}"
         if isinstance(error, AuthenticationError):
             text += "\nSet TINKER_API_KEY to a key of this server, or run: tinsmith auth login"
+    elif isinstance(error, APIConnectionError) and error.is_not_started:
+        text += "\nIf it is somewhere else, give its URL (--base-url, TINKER_BASE_URL). Check with: tinsmith status"
     elif isinstance(error, APIConnectionError):
         text += (
             "\nIs the server running, and is the URL correct (--base-url, TINKER_BASE_URL)? Check with: tinsmith status"

@@ -24,7 +24,7 @@ from tinsmith.client.connection.operations import Operations, cancel_sample
 from tinsmith.client.connection.outage import Affected, ProgressWatch
 from tinsmith.client.connection.polling import wait_for_result
 from tinsmith.client.connection.session import Session
-from tinsmith.client.runtime.deadlines import Limit
+from tinsmith.client.runtime.deadlines import Limit, left_s
 from tinsmith.client.runtime.futures import Future, awaited, blocking
 from tinsmith.client.runtime.sequence import Numbers
 from tinsmith.client.submit.poll_together import PollOutcome, SamplingSessionPoller
@@ -342,6 +342,7 @@ class SamplingClient:
             jitter=(1 - retry.jitter_factor, 1 + retry.jitter_factor),
             retry_on=(*retry.retryable_exceptions, APIStatusError),
             no_deadline_for=(RetryableException,),
+            caller_left_s=left_s,
         )
 
     async def _sample_once(self, request: SampleRequest, trouble: Affected) -> SampleResponse:
@@ -418,7 +419,8 @@ class SamplingClient:
 
     def _pause_policy(self, size: int) -> RetryPolicy:
         """Return how long samplers pause when the server has too much to do: a full server is waited for without a
-        deadline, an account without credit for as long as the server's configuration says."""
+        deadline, an account without credit for as long as the server's configuration says. A server that names a later
+        time is waited for in neither case."""
         pause_s = 1.0 if size <= SMALL_PROMPT_BYTES else 5.0
         return RetryPolicy(
             deadline_s=self.holder.connection.server.billing_exception_max_pause_duration_sec,
@@ -427,6 +429,7 @@ class SamplingClient:
             max_delay_s=pause_s,
             billing_delay_s=pause_s,
             jitter=(1.0, 1.0),
+            caller_left_s=left_s,
         )
 
     async def _take_number(self) -> int:
@@ -491,7 +494,7 @@ def _with_ids(response: SampleResponse, ids: list[str] | None) -> SampleResponse
 
 def _rebuild(state: SamplerState, api_key: str | None = None) -> SamplingClient:
     """Recreate a client in another process: own connection and credentials, same sampler."""
-    connection = Connection(client_config(base_url=state.base_url, api_key=api_key))
+    connection = Connection(client_config(base_url=state.base_url, api_key=api_key), is_joining=True)
     holder = Operations(connection, Session(connection, joined_id=state.session_id))
     return SamplingClient(
         holder,

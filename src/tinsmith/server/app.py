@@ -186,22 +186,11 @@ def check_flags(flags: Mapping[str, bool]) -> dict[str, bool]:
 
 
 def make_app(services: Services) -> Starlette:
-    """Return the ASGI application of a server; its lifespan starts and stops everything."""
-
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        async with running(services):
-            yield
-
+    """Return the ASGI application of a server; it answers while `running` is entered."""
     endpoints = {route: Endpoint(services, route, HANDLERS[route.name]) for route in (*ROUTES, *OWN_ROUTES)}
     routes: list[BaseRoute] = [_route(route, endpoint) for route, endpoint in endpoints.items()]
     fixed = {(route.method, route.path): endpoint for route, endpoint in endpoints.items() if "{" not in route.path}
-    return App(
-        fixed,
-        routes=routes,
-        lifespan=lifespan,
-        exception_handlers={HTTPException: _not_here, Exception: _fault},
-    )
+    return App(fixed, routes=routes, exception_handlers={HTTPException: _not_here, Exception: _fault})
 
 
 async def _not_here(request: Request, error: Exception) -> Response:
@@ -309,7 +298,8 @@ def make_store(config: ServerConfig) -> Store:
         config.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise TinkerError(
-            f"cannot use {config.data_dir} as the data directory: {error.strerror}; choose another --data-dir"
+            f"cannot use {config.data_dir} as the data directory: {error.strerror}; choose another one (--data-dir, "
+            "TINSMITH_DATA_DIR)"
         ) from error
     return open_store(config.database_url)
 

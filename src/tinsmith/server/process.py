@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import fcntl
 import gc
 import logging
@@ -33,7 +34,7 @@ import uvicorn
 from tinsmith.config import LOCAL_ENGINE_FILE, SERVER_LOCK_FILE, EmbeddedConfig, ServerConfig
 from tinsmith.errors import TinkerError
 from tinsmith.printable import PrintableLines
-from tinsmith.server.app import drain, make_app, make_backend, make_services, make_store
+from tinsmith.server.app import drain, make_app, make_backend, make_services, make_store, running
 from tinsmith.server.auth.start_keys import prepare_keys
 from tinsmith.server.http.tls import SOON_S, seconds_left, server_context
 from tinsmith.server.http.uvicorn_protocol import protocol_for
@@ -52,17 +53,18 @@ def sole_user(
     data_dir: Path, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep
 ) -> Iterator[None]:
     """Lock a data directory until the end of the block; the error names the process that has it."""
-    with (data_dir / SERVER_LOCK_FILE).open("a+") as file:
+    with what_the_disk_refuses(data_dir):
+        lock = (data_dir / SERVER_LOCK_FILE).open("ab+", buffering=0)
+    with lock as file:
         end = clock() + PATIENCE_S
         while not _is_locked(file.fileno()):
             if clock() >= end:
                 file.seek(0)
-                raise TinkerError(_in_use(data_dir, file.read().strip()))
+                raise TinkerError(_in_use(data_dir, file.read().decode().strip()))
             sleep(PAUSE_S)
-        file.seek(0)
-        file.truncate()
-        file.write(f"{os.getpid()}\n")
-        file.flush()
+        with what_the_disk_refuses(data_dir):
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n".encode())
         yield
 
 
@@ -86,6 +88,27 @@ def _in_use(data_dir: Path, holder: str) -> str:
         f"{data_dir} is in use by another server, process {holder or 'unknown'}; "
         "stop that one, or choose another --data-dir"
     )
+
+
+REMEDIES = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space"),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "let this user write there"),
+}
+
+
+@contextmanager
+def what_the_disk_refuses(data_dir: Path) -> Iterator[None]:
+    """At a start: turn an error of the file system into one that names the file, the cause and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno not in REMEDIES:
+            raise  # not about a file
+        remedy = f"{REMEDIES[error.errno]}, or " if error.errno in REMEDIES else ""
+        raise TinkerError(
+            f"cannot start: {error.filename or data_dir}: {error.strerror or error}; {remedy}choose another data "
+            "directory (--data-dir, TINSMITH_DATA_DIR)"
+        ) from error
 
 
 def _is_locked(descriptor: int) -> bool:
@@ -169,11 +192,16 @@ async def _serve(config: ServerConfig, store: Store, tls: ssl.SSLContext | None,
     await store.open(alone=True)
     watching = asyncio.create_task(_leave_when_taken(store))
     try:
-        installation = await begin_installation(config.data_dir, store)
-        key_file = await prepare_keys(config, store, time.time())
-        services = make_services(config, store, make_backend(config), installation=installation)
-        with _listen(config) as listener:
-            await _run(services, listener, tls, lambda: _announce(config, listener, key_file, say))
+        async with contextlib.AsyncExitStack() as stack:
+            with what_the_disk_refuses(config.data_dir):
+                installation = await begin_installation(config.data_dir, store)
+                key_file = await prepare_keys(config, store, time.time())
+                services = make_services(config, store, make_backend(config), installation=installation)
+                listener = stack.enter_context(_listen(config))
+                server = _server(services, tls)
+                _handle_signals(server, services)
+                await stack.enter_async_context(running(services))
+            await _run(server, services, listener, lambda: _announce(config, listener, key_file, say))
     finally:
         watching.cancel()
         await store.close()
@@ -207,14 +235,13 @@ class _Config(uvicorn.Config):
         self.ssl = self._tls
 
 
-async def _run(
-    services: Services, listener: socket.socket, tls: ssl.SSLContext | None, announce: Callable[[], None]
-) -> None:
-    server = _Server(
+def _server(services: Services, tls: ssl.SSLContext | None) -> uvicorn.Server:
+    return _Server(
         _Config(
             guarded(make_app(services), services.config),
             tls,
             http=protocol_for(services.config),
+            lifespan="off",  # uvicorn would log the traceback of a failed start, and exit with a code of its own
             log_config=None,
             access_log=False,
             server_header=False,
@@ -223,7 +250,11 @@ async def _run(
             timeout_graceful_shutdown=int(CLOSE_S),
         )
     )
-    _handle_signals(server, services)
+
+
+async def _run(
+    server: uvicorn.Server, services: Services, listener: socket.socket, announce: Callable[[], None]
+) -> None:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)
@@ -235,8 +266,6 @@ async def _run(
     watching = asyncio.create_task(_watch_idle(services, server))
     await serving
     watching.cancel()
-    if not server.started:
-        raise SystemExit(3)
 
 
 async def _watch_idle(services: Services, server: uvicorn.Server) -> None:
@@ -298,9 +327,9 @@ def _listen(config: ServerConfig) -> socket.socket:
         listener.bind((config.host, config.port))
     except OSError as error:
         listener.close()
-        raise TinkerError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror}; choose another --port (0 picks one)"
-        ) from error
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "choose another --port (0 picks one)" if is_port else "choose another --host"
+        raise TinkerError(f"cannot listen on {config.host}:{config.port}: {error.strerror}; {remedy}") from error
     listener.listen(2048)
     listener.setblocking(False)
     return listener

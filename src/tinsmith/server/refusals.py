@@ -62,6 +62,13 @@ class OverLimitError(RefusedError):
         self.remaining = remaining
 
 
+class OverBudgetError(OverLimitError):
+    """The key's tokens for the day do not suffice, and they do not reset soon; the message says when. Do not retry."""
+
+    code = "over_budget"
+    retryable = False
+
+
 class NotReadyError(RefusedError):
     """The server cannot accept work now: it is shutting down, its disk is full, or its database is unreachable."""
 

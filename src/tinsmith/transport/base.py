@@ -183,6 +183,7 @@ class Why(enum.StrEnum):
     """Why there is no complete response, and what to check."""
 
     REFUSED = "connection refused: nothing is listening at {host}. Check that the server is running, and the port."
+    NOT_STARTED = "connection refused: nothing is listening at {host}. Start a server: tinsmith serve --port {port}"
     UNKNOWN_HOST = "cannot resolve the host name {name}. Check the base URL and the network."
     UNREACHABLE = "{host} cannot be reached ({cause}). Check the network and the base URL."
     NO_CONNECTION = "no connection to {host} in {connect_s:g} s. Check the network, firewalls and the base URL."
@@ -210,10 +211,14 @@ def fault(request: HttpRequest, why: Why, cause: object = "") -> APIConnectionEr
     """Return the error for a request without a complete response: where it went, why it failed, and what to check."""
     info = request.info
     host = info.url.partition("://")[2].partition("/")[0]
+    port = None
+    if why is Why.REFUSED and (url := urlsplit(info.url)).hostname in _THIS_MACHINE:
+        why, port = Why.NOT_STARTED, url.port or _PORTS[url.scheme]
     seconds = {"total_s": request.timeout_s, "connect_s": request.connect_timeout_s}
-    reason = why.format(host=host, name=host.partition(":")[0], cause=cause, **seconds)
+    reason = why.format(host=host, name=host.partition(":")[0], port=port, cause=cause, **seconds)
     error = (APITimeoutError if why in _TIMEOUTS else APIConnectionError)(info, f"{info.method} {info.url}: {reason}")
     error.retryable = why not in _LASTING
+    error.is_not_started = why is Why.NOT_STARTED
     return error
 
 

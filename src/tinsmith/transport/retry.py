@@ -24,6 +24,10 @@ IDEMPOTENT = frozenset({"GET", "HEAD", "OPTIONS", "TRACE", "PUT", "DELETE"})  # 
 _MAX_DOUBLINGS = 60
 
 
+def _unlimited() -> float:
+    return math.inf
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
     """How patient to be with one operation."""
@@ -43,13 +47,15 @@ class RetryPolicy:
     max_conflicts: int = 3
     """How many responses of 409 are followed by another attempt."""
     max_server_wait_s: float = 60.0
-    """A `Retry-After` longer than this is ignored."""
+    """A `Retry-After` longer than this, but within the deadline, is ignored: the server may be well again sooner."""
     billing_delay_s: float = 5.0
     """Delay after a 402. The default is the official client's."""
     retry_on: tuple[type[Exception], ...] | None = None
     """If given, only these are retried, unless their `retryable` flag says no. None: whatever has the flag set."""
     no_deadline_for: tuple[type[Exception], ...] = ()
     """Errors after which the operation is repeated even when its deadline has passed."""
+    caller_left_s: Callable[[], float] = _unlimited
+    """What is left of the deadline that the caller set for the whole operation, asked for after each failure."""
 
     def next_delay_s(
         self,
@@ -67,6 +73,8 @@ class RetryPolicy:
         if self.max_attempts is not None and attempt >= self.max_attempts:
             return None
         if not self._is_worth_retrying(error, attempt if conflicts is None else conflicts):
+            return None
+        if self._is_too_late(error, elapsed_s):
             return None
         left_s = math.inf if isinstance(error, self.no_deadline_for) else self.deadline_s - elapsed_s
         fixed_s = self._fixed_delay_s(error)
@@ -95,6 +103,18 @@ class RetryPolicy:
         if status == 400 and headers.get("content-length") == "0":
             return True  # servers give a 400 a body; without one it comes from a proxy (protocol.md, section 2)
         return bool(getattr(error, "retryable", self.retry_on is not None))
+
+    def _is_too_late(self, error: Exception, elapsed_s: float) -> bool:
+        """Whether the server asks to come back after the deadline: then no attempt before it can succeed.
+
+        A short wait that the caller's own deadline would cut off does not count: the caller learns of the deadline.
+        """
+        asked_s = retry_after_s(_headers(error))
+        if asked_s is None:
+            return False
+        has_no_deadline = isinstance(error, self.no_deadline_for)
+        left_s = max(self.deadline_s, self.max_server_wait_s) if has_no_deadline else self.deadline_s - elapsed_s
+        return asked_s > min(left_s, max(self.caller_left_s(), self.max_delay_s))
 
     def _fixed_delay_s(self, error: Exception) -> float | None:
         """Return the delay that the server asked for or that its status has; None: backoff decides."""

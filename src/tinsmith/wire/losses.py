@@ -71,7 +71,10 @@ LOSSES: Mapping[LossFnType, LossSpec] = {
 }
 """Every loss of the protocol. All of them also read `target_tokens`, int64. The formula of `custom` is uploaded."""
 
-COMPUTED: tuple[LossFnType, ...] = tuple(name for name, spec in LOSSES.items() if not spec.refusal and name != "custom")
+OFFERED: tuple[LossFnType, ...] = tuple(name for name, spec in LOSSES.items() if not spec.refusal)
+"""The losses to suggest in errors: all but those that are always refused."""
+
+COMPUTED: tuple[LossFnType, ...] = tuple(name for name in OFFERED if name != "custom")
 """The losses whose formula is a file in `engine/training/losses`."""
 
 LIST_DTYPES: Mapping[str, Literal["int64", "float32"]] = {

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Self, TypeAlias, TypeVar, cast, get_type_hint
 import msgspec
 
 from tinsmith.errors import InvalidInputError, UnknownFieldError
+from tinsmith.wire.losses import LOSSES, OFFERED
 from tinsmith.wire.model_methods import ModelField, ModelMethods, check_options
 
 NOT_GIVEN: Any = msgspec.UNSET
@@ -170,7 +171,8 @@ def describe(error: msgspec.ValidationError, type_: Any = None) -> str:
     if where is None:
         return str(error)
     text = str(error).rpartition(" - at `$")[0]
-    allowed = _literals_at(type_, where) if text.startswith("Invalid enum value") else ()
+    literals = _literals_at(type_, where) if text.startswith("Invalid enum value") else ()
+    allowed = OFFERED if set(literals) == set(LOSSES) else literals
     return f"{where}: {text}" + (f" (allowed: {', '.join(map(str, allowed))})" if allowed else "")
 
 

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -141,3 +142,60 @@ def test_an_unknown_command_of_the_module_exits_with_2() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert "No such command 'nonsense'" in done.stderr
+
+
+TAKES_A_PATH = [
+    ("chat", "--checkpoint"),
+    ("sample", "hello", "--checkpoint"),
+    ("eval", "data.jsonl", "--checkpoint"),
+    ("checkpoint", "info"),
+    ("checkpoint", "publish"),
+    ("checkpoint", "unpublish"),
+    ("checkpoint", "set-ttl", "--remove"),
+    ("checkpoint", "delete", "--yes"),
+    ("checkpoint", "download"),
+    ("checkpoint", "export", "--out", "somewhere"),
+    ("checkpoint", "push-hf"),
+]
+"""Commands up to where the path of a checkpoint stands."""
+
+
+@pytest.mark.parametrize("command", TAKES_A_PATH, ids=" ".join)
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("nonsense", "Error: Invalid tinker path 'nonsense': it must start with tinker://\n"),
+        ("tinker://run", "it must be tinker://<training run>/<kind>/<name>"),
+        ("tinker://run/weight/x", "the kind 'weight' is unknown (allowed: weights, sampler_weights, external_weights)"),
+        ("my adapter", "Error: my adapter is a directory, not a checkpoint of the server; upload its adapter"),
+        ("my adapter", "prints: tinsmith checkpoint import 'my adapter'\n"),
+    ],
+)
+def test_a_path_is_checked_before_an_engine_starts(
+    command: tuple[str, ...], path: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my adapter").mkdir()
+    settings = {"TINSMITH_DATA_DIR": str(tmp_path / "data"), "TINKER_BASE_URL": "local", "HOME": str(tmp_path)}
+    result = CliRunner(env=settings).invoke(main, [*command, path], prog_name="tinsmith")
+    assert result.exit_code == 1
+    assert says in result.stderr
+    assert not (tmp_path / "data").exists(), "an engine would keep its data there"
+
+
+CHECKPOINT = ("info", "publish", "unpublish", "set-ttl", "delete", "download", "export", "push-hf")
+
+
+def test_every_command_that_takes_the_path_of_a_checkpoint_checks_it() -> None:
+    def found(command: click.Command, *names: str) -> Iterator[tuple[str, ...]]:
+        if isinstance(command, click.Group):
+            context = click.Context(command)
+            for name in command.list_commands(context):
+                inner = command.get_command(context, name)
+                assert inner is not None
+                yield from found(inner, *names, name)
+        elif any(one.name in ("path", "paths", "checkpoint", "checkpoints") for one in command.params):
+            yield names
+
+    listed = {tuple(word for word in command if word in names() or word in CHECKPOINT) for command in TAKES_A_PATH}
+    assert set(found(main)) == listed

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tinsmith import errors
 from tinsmith.errors import RequestErrorCategory, RequestInfo
-from tinsmith.wire.rules.faults import MAX_TEXT, failed_operation, is_retryable, retry_after_s, status_error
+from tinsmith.wire.rules.faults import MAX_TEXT, failed_operation, is_retryable, long_wait, retry_after_s, status_error
 
 NOW = datetime(1994, 11, 6, 8, 49, 7, tzinfo=UTC)
 REQUEST = RequestInfo("GET", "http://localhost:8000/api/v1/training_runs/run:train:0")
@@ -98,6 +98,26 @@ def test_the_message_says_where_the_request_went() -> None:
     error = status_error(404, b"", {}, REQUEST)
     assert f"(GET {REQUEST.url})" in str(error)
     assert error.request == error.response.request == REQUEST
+
+
+EVENING = datetime(2026, 11, 18, 15, 44, 18, 1, UTC)
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "says"),
+    [
+        (429, {"Retry-After": "29741.999999"}, "The server asks to wait until 2026-11-19 00:00 UTC (in 8 h 16 min)."),
+        (503, {"retry-after-ms": "61000"}, "The server asks to wait until 2026-11-18 15:45 UTC (in 2 min)."),
+        (503, {"retry-after": "1e300"}, "The server asks to wait until more than a year from now."),
+        (429, {"retry-after": "60"}, ""),
+        (429, {}, ""),
+        (404, {"retry-after": "3600"}, ""),
+        (429, {"retry-after": "3600", "x-should-retry": "false"}, ""),
+    ],
+)
+def test_a_long_wait_is_said_with_its_end(status: int, headers: dict[str, str], says: str) -> None:
+    assert long_wait(status, headers, EVENING).strip() == says
+    assert ("The server asks to wait" in str(status_error(status, b"x", headers))) == bool(says)
 
 
 @pytest.mark.parametrize(

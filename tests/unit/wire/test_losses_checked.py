@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import InvalidInputError, WireError
+from tinsmith.wire.codecs import json_codec
 from tinsmith.wire.codecs.proto_training import decode_request, encode_request
-from tinsmith.wire.losses import LIST_DTYPES, LOSSES, LossFnType
+from tinsmith.wire.losses import COMPUTED, LIST_DTYPES, LOSSES, LossFnType
 from tinsmith.wire.messages.training import (
     CustomLossInput,
     ForwardBackwardInput,
@@ -208,6 +209,23 @@ def test_options_that_are_refused(loss_fn: str, config: dict[str, float | str], 
     with pytest.raises(InvalidInputError) as caught:
         loss_options(loss_fn, config)
     assert text in str(caught.value)
+
+
+def test_a_wrong_name_of_a_loss_offers_only_losses_that_are_computed() -> None:
+    wrong: Any = "stable_reinforcee"
+    body = encode_request(request()).replace(b"cross_entropy", b"cross_entropi")  # of the same length
+    with pytest.raises(InvalidInputError) as by_options:
+        loss_options(wrong, {})
+    with pytest.raises(InvalidInputError) as built:
+        ForwardBackwardInput(data=request().forward_backward_input.data, loss_fn=wrong)
+    with pytest.raises(WireError) as received:
+        json_codec.decode(b'{"data": [], "loss_fn": "stable_reinforcee"}', ForwardBackwardInput)
+    with pytest.raises(WireError) as in_protobuf:
+        decode_request(body)
+    for caught in (by_options, built, received, in_protobuf):
+        text = str(caught.value)
+        offered = text.partition("(allowed: ")[2].rstrip(")").split(", ")
+        assert set(offered) == set(COMPUTED) | {"custom"}, text
 
 
 def test_the_request_check_looks_at_the_options() -> None:

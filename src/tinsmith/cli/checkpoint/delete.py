@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tinsmith.cli.connection import confirmed, connected, rest_client
+from tinsmith.cli.connection import checkpoint_path, confirmed, connected, rest_client
 from tinsmith.cli.output import ago, console, echo, formatted, plural, print_json, size, wants_json
 
 PARALLEL = 32
@@ -29,7 +29,7 @@ def _moment(_context: click.Context, parameter: click.Parameter, value: str | No
 
 
 @click.command()
-@click.argument("paths", nargs=-1)
+@click.argument("paths", nargs=-1, callback=checkpoint_path)
 @click.option("--run-id", help="Delete the checkpoints of this training run that match the filters.")
 @click.option("--type", "kind", type=click.Choice(KINDS), help="Filter: only this type.")
 @click.option(
@@ -55,14 +55,10 @@ def delete(
     tinsmith checkpoint delete tinker://RUN/weights/NAME
     tinsmith checkpoint delete --run-id RUN --type weights --before 2027-01-31
     """
-    from tinsmith.wire.messages.weights import ParsedCheckpointTinkerPath
-
     if bool(paths) == bool(run_id):
         raise click.UsageError("pass either checkpoint paths or --run-id RUN")
     if (kind or before or after) and not run_id:
         raise click.UsageError("--type, --before and --after need --run-id")
-    for path in paths:
-        ParsedCheckpointTinkerPath.from_tinker_path(path)
     with rest_client() as rest:
         if run_id:
             found = [

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tinsmith.cli.connection import connected, operations, service_client
+from tinsmith.cli.connection import checkpoint_path, connected, operations, service_client
 from tinsmith.cli.output import console, echo, formatted, print_json, print_properties, size, wants_json
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", callback=checkpoint_path)
 @click.option(
     "-o",
     "--output",
@@ -81,8 +81,8 @@ def fetch_checkpoint(holder: Operations, path: str, folder: Path) -> None:
             _fetch_files(rest, export, folder)
     else:
         raise TinkerError(
-            f"this server does not offer sampler checkpoints for download ({path}); save a training checkpoint with "
-            "save_state() and download that"
+            f"this server does not offer sampler checkpoints for download ({path}); download a training checkpoint of "
+            f"the run instead: tinsmith checkpoint list --run-id {parsed.training_run_id}"
         )
     check_manifest(folder)
 
@@ -158,7 +158,7 @@ def check_manifest(folder: Path) -> None:
 
 
 @click.command(name="push-hf")
-@click.argument("path")
+@click.argument("path", callback=checkpoint_path)
 @click.option("-r", "--repo", metavar="OWNER/NAME", help="Repository.  [default: tinker-MODEL-RUN]")
 @click.option("--public", is_flag=True, help="If the repository is new, make it public.")
 @click.option("--revision", help="Branch to push to.")

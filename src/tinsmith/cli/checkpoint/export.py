@@ -13,14 +13,14 @@ from typing import Any
 import click
 
 from tinsmith.cli.checkpoint.download import fetch_checkpoint
-from tinsmith.cli.connection import connected, operations
+from tinsmith.cli.connection import checkpoint_path, connected, operations
 from tinsmith.cli.output import formatted, print_json, print_properties, size, wants_json
 
 FORMATS = ("peft", "merged", "gguf")
 
 
 @click.command()
-@click.argument("path")
+@click.argument("path", callback=checkpoint_path)
 @click.option(
     "--to", "form", type=click.Choice(FORMATS), default="peft", show_default=True, help="Format of the result."
 )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tinsmith.cli.checkpoint.download import MANIFEST, check_manifest
+from tinsmith.cli.checkpoint.download import ADAPTER_CONFIG, MANIFEST, check_manifest
 from tinsmith.cli.connection import connected, operations, service_client
 from tinsmith.cli.output import echo, formatted, print_json, wants_json
 
@@ -23,7 +24,11 @@ FACTS = ("rank", "alpha", "train_attn", "train_mlp", "train_unembed")
 
 @click.command(name="import")
 @click.argument("directory", type=click.Path(path_type=Path, file_okay=False, exists=True))
-@click.option("--model", metavar="NAME", help="Base model, by the server's name.  [default: the adapter's]")
+@click.option(
+    "--model",
+    metavar="NAME",
+    help="Base model, by the server's name.  [default: the one that the adapter names, or the server's only one]",
+)
 @click.option("--name", default="imported", show_default=True, help="Name of the new checkpoint.")
 @click.option(
     "--base",
@@ -43,7 +48,8 @@ def import_(directory: Path, model: str | None, name: str, base: Path | None) ->
         folder = directory
         if not (directory / MANIFEST).exists():
             folder = Path(scratch) / "checkpoint"
-            _engine().as_checkpoint(directory, folder, model, base)
+            model, unsure = (model, "") if model is not None else _found_model(directory)
+            _engine().as_checkpoint(directory, folder, model, base, unsure=unsure)
         elif model is not None or base is not None:
             raise click.UsageError(
                 f"{directory} is a complete checkpoint, which names its base model; omit --model and --base"
@@ -63,6 +69,47 @@ def _engine() -> Any:
     except ImportError as error:
         raise click.ClickException(f"import needs the engine: pip install 'tinsmith[server]' ({error})") from None
     return peft_import
+
+
+def _found_model(directory: Path) -> tuple[str | None, str]:
+    """Return the server's model that an adapter is for, or None and why it is not known."""
+    from tinsmith.cli.models import offered_models
+
+    with service_client() as service:
+        offered = list(offered_models(service))
+    named = _named_base(directory)
+    found = matching_model(named, offered)
+    if found is None:
+        what = f"names the base model {named!r}, which the server does not have" if named else "names no base model"
+        return None, f"{directory / ADAPTER_CONFIG} {what} (available: {', '.join(offered)})"
+    if found != named:
+        echo(f"base model: {found} (the adapter names {named or 'none'})", err=True)
+    return found, ""
+
+
+def _named_base(directory: Path) -> str:
+    """Return the base model in an adapter's configuration; empty if there is none, which the engine reports."""
+    try:
+        named = json.loads((directory / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return named if isinstance(named, str) else ""
+
+
+def matching_model(named: str, offered: Sequence[str]) -> str | None:
+    """Return the model that an adapter names: by the whole name, by the last part of it, or the only one there is.
+
+    Other programs store a directory, or another owner's copy of a model; the server checks that the shapes fit.
+    """
+    alike = [name for name in offered if _last_part(name) == _last_part(named)]
+    for found in ([name for name in offered if name == named], alike, offered):
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+def _last_part(name: str) -> str:
+    return name.rstrip("/").rpartition("/")[2].lower()
 
 
 def _facts(folder: Path) -> dict[str, Any]:

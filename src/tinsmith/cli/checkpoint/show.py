@@ -10,7 +10,7 @@ from tinsmith.cli.checkpoint.delete import delete
 from tinsmith.cli.checkpoint.download import download, push_hf
 from tinsmith.cli.checkpoint.export import export
 from tinsmith.cli.checkpoint.import_ import import_
-from tinsmith.cli.connection import connected, rest_client
+from tinsmith.cli.connection import checkpoint_path, connected, rest_client
 from tinsmith.cli.output import (
     ago,
     fetch,
@@ -77,7 +77,7 @@ def _row(item: Any) -> tuple[Any, ...]:
 
 
 @checkpoint.command()
-@click.argument("path")
+@click.argument("path", callback=checkpoint_path)
 @formatted
 @connected
 def info(path: str) -> None:
@@ -112,7 +112,7 @@ def info(path: str) -> None:
 
 
 @checkpoint.command()
-@click.argument("path")
+@click.argument("path", callback=checkpoint_path)
 @connected
 def publish(path: str) -> None:
     """Let every user of the server load a checkpoint."""
@@ -121,7 +121,7 @@ def publish(path: str) -> None:
 
 
 @checkpoint.command()
-@click.argument("path")
+@click.argument("path", callback=checkpoint_path)
 @connected
 def unpublish(path: str) -> None:
     """Make a published checkpoint private again."""
@@ -130,7 +130,7 @@ def unpublish(path: str) -> None:
 
 
 @checkpoint.command(name="set-ttl")
-@click.argument("path")
+@click.argument("path", callback=checkpoint_path)
 @click.option("--ttl", type=click.IntRange(min=1), metavar="SECONDS", help="Expire this many seconds from now.")
 @click.option("--remove", is_flag=True, help="Never expire.")
 @connected

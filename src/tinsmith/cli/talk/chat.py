@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from tinsmith.cli.connection import connected, service_client
+from tinsmith.cli.connection import checkpoint_path, connected, service_client
 from tinsmith.cli.output import echo, plural
 
 HELP = """\
@@ -28,7 +28,12 @@ HISTORY_LINES = 1000
 
 @click.command()
 @click.option("--model", metavar="NAME", help="Base model.  [default: the server's first]")
-@click.option("--checkpoint", metavar="tinker://...", help="Checkpoint to use instead of a base model.")
+@click.option(
+    "--checkpoint",
+    metavar="tinker://...",
+    callback=checkpoint_path,
+    help="Checkpoint to use instead of a base model.",
+)
 @click.option(
     "--max-tokens",
     type=click.IntRange(min=1),

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from tinsmith.cli.connection import connected, service_client
+from tinsmith.cli.connection import checkpoint_path, connected, service_client
 from tinsmith.cli.output import cell, console, formatted, print_json, wants_json
 
 IN_FLIGHT = 32
@@ -49,7 +49,14 @@ class Preference:
 @click.option(
     "--model", "models", multiple=True, metavar="NAME", help="Base model; repeatable.  [default: the server's first]"
 )
-@click.option("--checkpoint", "checkpoints", multiple=True, metavar="tinker://...", help="Checkpoint; repeatable.")
+@click.option(
+    "--checkpoint",
+    "checkpoints",
+    multiple=True,
+    metavar="tinker://...",
+    callback=checkpoint_path,
+    help="Checkpoint; repeatable.",
+)
 @click.option("--dpo", is_flag=True, help="DATA has preference pairs; compare checkpoints with their base model.")
 @click.option("--limit", type=click.IntRange(min=1), help="Use only the first N examples.", metavar="N")
 @click.option("--truncate", is_flag=True, help="Cut examples that exceed the model's context, instead of failing.")

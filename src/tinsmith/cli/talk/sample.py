@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from tinsmith.cli.connection import connected, service_client
+from tinsmith.cli.connection import checkpoint_path, connected, service_client
 from tinsmith.cli.output import echo, echo_exactly, formatted, print_json, wants_json
 
 DEFAULT_TOKENS = 256
@@ -20,7 +20,12 @@ DEFAULT_TOKENS = 256
     "--file", type=click.Path(path_type=Path, dir_okay=False, exists=True), help="Read the prompt from a file."
 )
 @click.option("--model", metavar="NAME", help="Base model.  [default: the server's first]")
-@click.option("--checkpoint", metavar="tinker://...", help="Checkpoint to use instead of a base model.")
+@click.option(
+    "--checkpoint",
+    metavar="tinker://...",
+    callback=checkpoint_path,
+    help="Checkpoint to use instead of a base model.",
+)
 @click.option(
     "-n", "count", type=click.IntRange(min=1), metavar="N", default=1, show_default=True, help="Number of samples."
 )

@@ -50,8 +50,8 @@ class Auth:
         if command is not None:
             return await _run_command(command)
         raise TinkerError(
-            "No API key is set for this server: set TINKER_API_KEY or pass api_key= (a key that starts with tml-). "
-            "A key stored by `auth login` is only sent to the server it was stored for."
+            "No API key is set for this server: set TINKER_API_KEY to one (it starts with tml-), or store it with "
+            "`tinsmith auth login`. A stored key is only sent to the server it was stored for."
         )
 
     def use_tokens(self, exchange: Callable[[str], Awaitable[str]], *, force_command: bool) -> None:

@@ -22,10 +22,11 @@ import msgspec
 from tinsmith.client.connection.auth import Auth
 from tinsmith.client.connection.limits import SHARED, Limits
 from tinsmith.client.connection.outage import Affected, Outage
-from tinsmith.client.runtime.deadlines import patience_s
+from tinsmith.client.runtime.deadlines import left_s, patience_s
 from tinsmith.client.runtime.runner import Runner
 from tinsmith.config import ClientConfig
 from tinsmith.errors import (
+    APIConnectionError,
     APIResponseValidationError,
     APIStatusError,
     NotFoundError,
@@ -76,8 +77,14 @@ class Connection:
     """The calls of one client; all run in its runner's loop."""
 
     def __init__(
-        self, config: ClientConfig, *, runner: Runner | None = None, transport: Transport | None = None
+        self,
+        config: ClientConfig,
+        *,
+        runner: Runner | None = None,
+        transport: Transport | None = None,
+        is_joining: bool = False,
     ) -> None:
+        """`is_joining`: another process has used this server, so it is waited for even if it seems not to be there."""
         self.config = config
         self.runner = runner or Runner()
         self.limits: Limits = SHARED.find(config.base_url, config.api_key or config.credential_cmd)
@@ -94,8 +101,9 @@ class Connection:
         """Whether forward passes use their own route: servers before 0.23 ignore `forward_only` and run a backward."""
         self._transport = transport
         self._has_answered = False
-        self._usual = RetryPolicy(deadline_s=config.retry_deadline_s, max_delay_s=MAX_DELAY_S)
-        self._first_contact = RetryPolicy(deadline_s=config.first_contact_s, max_delay_s=MAX_DELAY_S)
+        self._is_joining = is_joining
+        self._usual = RetryPolicy(deadline_s=config.retry_deadline_s, max_delay_s=MAX_DELAY_S, caller_left_s=left_s)
+        self._first_contact = dataclasses.replace(self._usual, deadline_s=config.first_contact_s)
         self._key_prefix = f"tinsmith-{uuid.uuid4()}-"
         self._key_numbers = itertools.count()
         self._ready: asyncio.Task[None] | None = None
@@ -196,6 +204,8 @@ class Connection:
             response = await self.transport().send(request)
         except BaseException as error:
             self.breaker.failed(endpoint, error, sent_at)
+            if isinstance(error, APIConnectionError) and error.is_not_started and not self._was_there():
+                error.retryable = False
             raise
         self._has_answered = True
         if response.status >= 500:
@@ -203,6 +213,11 @@ class Connection:
         else:
             self.breaker.succeeded(endpoint)
         return response
+
+    def _was_there(self) -> bool:
+        """Whether the server has answered before. Then it is restarting, if it is on this machine and refuses
+        connections; else nobody has started it."""
+        return self._has_answered or self._is_joining
 
     @asynccontextmanager
     async def stream(self, request: HttpRequest, endpoint: str | None = None) -> AsyncIterator[StreamedResponse]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Protocol
 
+from tinsmith.client.runtime.deadlines import left_s
 from tinsmith.errors import APIConnectionError, InvalidInputError, RequestInfo, TinkerError
 from tinsmith.transport.base import HttpRequest, Purpose, StreamedResponse
 from tinsmith.transport.retry import RetryPolicy, retrying
@@ -24,7 +25,9 @@ from tinsmith.wire.rules import faults
 PARTIAL = ".part"
 VALIDATOR = ".from"
 TIMEOUT_S = 3600.0
-POLICY = RetryPolicy(max_attempts=5, deadline_s=5 * TIMEOUT_S, first_delay_s=0.4, jitter=(0.5, 1.0))
+POLICY = RetryPolicy(
+    max_attempts=5, deadline_s=5 * TIMEOUT_S, first_delay_s=0.4, jitter=(0.5, 1.0), caller_left_s=left_s
+)
 """A download resumes where it was cut off, so a few attempts suffice, however long each one takes."""
 
 

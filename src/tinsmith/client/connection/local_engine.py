@@ -78,8 +78,7 @@ def client_config(**overrides: Any) -> ClientConfig:
 def embedded_address(config: EmbeddedConfig) -> Address:
     """Return the engine for these settings, starting it if needed."""
     check_installed()
-    config.data_dir.mkdir(parents=True, exist_ok=True)
-    with _locked(config.data_dir / "embedded.lock"):
+    with _writable(config.data_dir), _locked(config.data_dir / "embedded.lock"):
         found = _read(config.data_dir / LOCAL_ENGINE_FILE)
         if found is not None and _is_alive(found):
             return found
@@ -164,13 +163,13 @@ def local_server(
     check_installed()
     with contextlib.ExitStack() as stack:
         place = Path(data_dir) if data_dir is not None else Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        place.mkdir(parents=True, exist_ok=True)
         arguments = ["--data-dir", str(place)]
         for name, source in (models or {}).items():
             arguments += ["--model", f"{name}={source}"]
         named = {"models_dir": EmbeddedConfig.from_env(os.environ).models_dir, **(settings or {})}
         environ = {f"TINSMITH_{name.upper()}": str(value) for name, value in named.items()}
-        address, process = start_server(arguments, environ, place / "server.log")
+        with _writable(place):
+            address, process = start_server(arguments, environ, place / "server.log")
         stack.callback(_end, process)
         yield address
 
@@ -213,11 +212,11 @@ def _announced(process: subprocess.Popen[bytes], log: Path) -> tuple[str, Path |
                 is_announced = True
                 sys.stderr.write(f"tinsmith: starting the local engine (log: {log})\n")
             if time.monotonic() - began > START_TIMEOUT_S:
-                process.kill()
+                _end(process)
                 raise TinkerError(f"the local engine did not start within {START_TIMEOUT_S:g} s; see {log}")
             continue
         if not line:
-            process.wait()
+            _end(process)
             raise TinkerError(f"the local engine could not start: {_last_words(log)} (log: {log})")
         url = url or _after(line, "export TINKER_BASE_URL=")
         key_line = key_line or (line if "TINKER_API_KEY" in line else "")
@@ -286,6 +285,19 @@ def _write(path: Path, address: Address) -> None:
     with os.fdopen(descriptor, "w") as file:
         json.dump(dataclasses.asdict(address), file)
     os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _writable(data_dir: Path) -> Iterator[None]:
+    """Create the data directory; say what is wrong if files in it cannot be written."""
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+        yield
+    except OSError as error:
+        raise TinkerError(
+            f"the local engine could not start: {error.filename or data_dir}: {error.strerror or error}; check the "
+            "space and the permissions there, or choose another data directory (TINSMITH_DATA_DIR)"
+        ) from error
 
 
 @contextlib.contextmanager

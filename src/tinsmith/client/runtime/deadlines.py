@@ -75,10 +75,15 @@ def limit_of(what: str, default: Deadline | None) -> Limit | None:
     return None if chosen is None or chosen.seconds is None else Limit(chosen, chosen.seconds, what)
 
 
+def left_s() -> float:
+    """Return what is left of the current operation's limit; infinity if it has none."""
+    limit = RUNNING.get()
+    return math.inf if limit is None else limit.left_s
+
+
 def patience_s(seconds: float) -> float:
     """Return the given seconds, or what is left of the current operation's limit if that is less."""
-    limit = RUNNING.get()
-    return seconds if limit is None else max(min(seconds, limit.left_s), 0.0)
+    return max(min(seconds, left_s()), 0.0)
 
 
 class _Block(AbstractContextManager[None]):

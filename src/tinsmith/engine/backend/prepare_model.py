@@ -29,7 +29,7 @@ def prepare(source: str, cache_dir: Path) -> PreparedModel:
     """Download and convert what is needed; everything is cached."""
     from tinsmith.engine.models import sources
     from tinsmith.engine.models.gguf_read import GgufFile
-    from tinsmith.engine.models.hf_directory import read_config
+    from tinsmith.engine.models.hf_directory import SafetensorsDirectory
     from tinsmith.engine.models.load import gguf_tokenizer
     from tinsmith.engine.models.sources import default_model
 
@@ -39,7 +39,9 @@ def prepare(source: str, cache_dir: Path) -> PreparedModel:
         config, tokenizer = file.config, gguf_tokenizer(file, cache_dir)
     else:
         path = path if path.is_dir() else sources.fetch(source)
-        config, tokenizer = read_config(path), path
+        config, tokenizer = SafetensorsDirectory(path).config, path
+    if not (tokenizer / "tokenizer.json").exists():
+        raise TinkerError(f"{tokenizer} has no tokenizer.json; save the model's tokenizer there")
     return PreparedModel(
         source=str(path.absolute()),
         vocab_size=config.vocab_size,
@@ -55,6 +57,9 @@ def main() -> None:
         answer = msgspec.json.encode(prepare(source, Path(cache_dir)))
     except TinkerError as error:
         answer = msgspec.json.encode({"error": str(error)})
+    except OSError as error:
+        reason = f"{error.filename or cache_dir}: {error.strerror or error}; check the space and the permissions there"
+        answer = msgspec.json.encode({"error": reason})
     sys.stdout.buffer.write(answer + b"\n")
 
 

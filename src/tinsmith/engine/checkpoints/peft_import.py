@@ -37,12 +37,14 @@ _ATTENTION = frozenset(module for group in ATTENTION for module in GROUPS[group]
 _MLP = frozenset(module for group in MLP for module in GROUPS[group])
 
 
-def as_checkpoint(adapter: Path, out: Path, base_model: str | None = None, base: Path | None = None) -> CheckpointInfo:
+def as_checkpoint(
+    adapter: Path, out: Path, base_model: str | None = None, base: Path | None = None, *, unsure: str = ""
+) -> CheckpointInfo:
     """Write a PEFT directory as a checkpoint.
 
-    `base_model` is the server's name for the model; None: the name in the adapter's configuration. An adapter for only
-    some modules of the attention or the MLP needs `base`, the model's directory: the other modules are added in the
-    state of a new adapter, which has no effect.
+    `base_model` is the server's name for the model; None: the name in the adapter's configuration, unless `unsure` says
+    why that is not one. An adapter for only some modules of the attention or the MLP needs `base`, the model's
+    directory: the other modules are added in the state of a new adapter, which has no effect.
     """
     config = _read_config(adapter)
     weights = _read_weights(adapter)
@@ -52,26 +54,28 @@ def as_checkpoint(adapter: Path, out: Path, base_model: str | None = None, base:
         raise InvalidInputError(f"{adapter}: the adapter changes {unknown[0]}, which the engine cannot adapt")
     name = base_model or config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise InvalidInputError(f"{adapter / ADAPTER_CONFIG} does not name a base model; name it with --model")
-    rank = config["r"]
+        unsure = unsure or f"{adapter / ADAPTER_CONFIG} does not name a base model"
     info = CheckpointInfo(
-        base_model=name,
-        rank=rank,
+        base_model=str(name),
+        rank=config["r"],
         alpha=_alpha(config),
         train_attn=bool(modules & _ATTENTION),
         train_mlp=bool(modules & _MLP),
         train_unembed=LM_HEAD in modules,
     )
     whole = (_ATTENTION if info.train_attn else frozenset()) | (_MLP if info.train_mlp else frozenset())
-    missing = sorted(whole - modules)
-    if base is not None:
-        weights = _completed(weights, info, base)
-    elif missing:
-        raise InvalidInputError(
+    missing = sorted(whole - modules) if base is None else []
+    wanted = [f"{unsure}; name it with --model"] if unsure and base_model is None else []
+    if missing:
+        wanted.append(
             f"{adapter}: the adapter changes only {', '.join(sorted(modules))}, but the engine adapts attention and "
             f"MLP as a whole; give the model's directory with --base, so that {', '.join(missing)} can be added "
             "without effect"
         )
+    if wanted:
+        raise InvalidInputError("\n".join(wanted))
+    if base is not None:
+        weights = _completed(weights, info, base)
     write_checkpoint(out, info, weights)
     return info
 

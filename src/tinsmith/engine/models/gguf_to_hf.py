@@ -5,6 +5,7 @@ A directory is written complete or not at all, and `is_intact` checks it against
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -14,7 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from tinsmith.engine.models.bpe_tokenizer import write_tokenizer
 from tinsmith.engine.models.config import ModelConfig, RopeConfig
@@ -38,7 +41,7 @@ def convert_gguf(source: Path, directory: Path) -> None:
     unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     try:
         weights = {name: file.read(name).contiguous() for name in weight_shapes(file.config)}
-        save_file(weights, unfinished / "model.safetensors", metadata={"format": "pt"})
+        _write_weights(weights, unfinished / "model.safetensors")
         (unfinished / "config.json").write_text(json.dumps(values, indent=2) + "\n")
         write_tokenizer(file.tokenizer(), unfinished)
         digests = {path.name: file_digest(path) for path in sorted(unfinished.iterdir())}
@@ -52,6 +55,13 @@ def convert_gguf(source: Path, directory: Path) -> None:
         _sync(directory.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _write_weights(weights: Mapping[str, Tensor], path: Path) -> None:
+    try:
+        save_file(dict(weights), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, for instance, which other files report as an OSError
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 def is_intact(directory: Path) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,8 @@ class SafetensorsDirectory:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a copy of a weight, by its Hugging Face name; a view would keep the whole file mapped."""
-        path = self.directory / self._file_of[name]
-        try:
-            with safe_open(path, framework="pt") as opened:
-                tensor: torch.Tensor = opened.get_tensor(name).clone()
-        except (OSError, SafetensorError) as error:
-            raise InvalidInputError(f"{path}: {name} cannot be read ({error}); download the file again") from error
+        with _opened(self.directory / self._file_of[name]) as opened:
+            tensor: torch.Tensor = opened.get_tensor(name).clone()
         return tensor
 
     def _locate(self) -> dict[str, str]:
@@ -49,7 +47,7 @@ class SafetensorsDirectory:
             raise InvalidInputError(
                 f"{self.directory} contains neither {SINGLE} nor {INDEX}; other formats are not supported"
             )
-        with safe_open(self.directory / SINGLE, framework="pt") as opened:
+        with _opened(self.directory / SINGLE) as opened:
             return dict.fromkeys(opened.keys(), SINGLE)
 
     def _check(self) -> None:
@@ -65,7 +63,7 @@ class SafetensorsDirectory:
                 f"as config.json describes it ({len(surplus)} such weights in all)"
             )
         for file in sorted(set(self._file_of.values())):
-            with safe_open(self.directory / file, framework="pt") as opened:
+            with _opened(self.directory / file) as opened:
                 for name in expected:
                     if self._file_of[name] != file:
                         continue
@@ -75,6 +73,16 @@ class SafetensorsDirectory:
                             f"{self.directory}: {name} has shape {list(shape)}, but config.json requires "
                             f"{list(expected[name])}"
                         )
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; errors name it."""
+    try:
+        with safe_open(path, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise InvalidInputError(f"{path} cannot be read ({error}); download the file again") from error
 
 
 def _is_derived(name: str) -> bool:

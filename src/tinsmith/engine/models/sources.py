@@ -53,9 +53,14 @@ def fetch(hub_id: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(FILES)))
     except Exception as error:
         raise TinkerError(
-            f"{hub_id} could not be downloaded from the hub ({type(error).__name__}: {error}); check the name and the "
-            "network, set HF_TOKEN for gated models, or give a local directory"
+            f"{hub_id} could not be downloaded from the hub ({type(error).__name__}: {_first_line(error)}); check the "
+            "name and the network, set HF_TOKEN for gated models, or give a local directory"
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says first; those of the hub go on with advice that does not fit here."""
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 logger = logging.getLogger(__name__)

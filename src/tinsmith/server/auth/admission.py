@@ -1,27 +1,33 @@
 """Rate limits, queue limits and token budgets of organisations and keys, checked before a request is journalled.
 
-A request over a limit is refused with the time after which to retry; nothing that was accepted is lost.
+A request over a limit is refused with the time after which to retry, or for good if that is long. Nothing that was
+accepted is lost.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
 from weakref import WeakValueDictionary
 
 from tinsmith.server.auth.identity import Caller
-from tinsmith.server.refusals import OverLimitError
+from tinsmith.server.refusals import OverBudgetError, OverLimitError
 from tinsmith.wire.routes.door import Cost
+from tinsmith.wire.rules.faults import moment_after
 
 QUEUE_RETRY_S = 1.0
 MAX_TOGETHER: Mapping[Cost, int] = {"files": 4, "scan": 4}
 """How many calls of one organisation may run at the same time, by their cost: these use threads, which all share.
 Further ones wait before their bodies are read; those of other organisations do not."""
 DAY_S = 86_400
+SOON_S = 60.0
+"""Clients are told to wait for tokens that reset within this time; if it takes longer, they are told not to retry."""
 
 
 @dataclass(slots=True)
@@ -108,11 +114,7 @@ class Admission:
         used = used if used_on == day else 0
         remaining = max(0, caller.tokens_per_day - used)
         if tokens > remaining:
-            raise OverLimitError(
-                f"the key's budget of {caller.tokens_per_day} tokens per day has {remaining} left; this needs {tokens}",
-                retry_after_s=(day + 1) * DAY_S - self._wall_clock(),
-                remaining=remaining,
-            )
+            raise _over_budget(caller.tokens_per_day, remaining, tokens, self._wall_clock())
         self._tokens[caller.org_id, caller.user_id] = (day, used + tokens)
 
     def give_back(self, caller: Caller, tokens: int) -> None:
@@ -136,3 +138,15 @@ class Admission:
             "tokens_per_day": budget,
             "tokens_left_today": None if budget is None else max(0, budget - (used if used_on == day else 0)),
         }
+
+
+def _over_budget(budget: int, remaining: int, tokens: int, now: float) -> OverLimitError:
+    """Return the refusal of a request that needs more than is left of a day's tokens."""
+    text = f"the key's budget of {budget} tokens per day has {remaining} left; this needs {tokens}"
+    if tokens > budget:
+        text += ", more than a whole day's: send less at once, or use a key with a larger budget"
+        return OverBudgetError(text, retry_after_s=math.inf, remaining=remaining)
+    resets_at = (now // DAY_S + 1) * DAY_S
+    text += f"; the budget resets at {moment_after(resets_at - now, datetime.fromtimestamp(now, UTC))}"
+    refusal = OverLimitError if resets_at - now <= SOON_S else OverBudgetError
+    return refusal(text, retry_after_s=resets_at - now, remaining=remaining)

@@ -1,6 +1,7 @@
 """The one table from errors to HTTP: which status and body a refusal has.
 
-409 is not in it: official clients retry a 409 for five minutes (protocol section 1).
+409 is not in it: official clients retry a 409 for five minutes (protocol section 1). They retry a 429 for as long, and
+that of a sample without end, so what waiting does not cure soon is not a 429 either.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from tinsmith.server.refusals import (
     NotAllowedError,
     NotAuthenticatedError,
     NotReadyError,
+    OverBudgetError,
     OverLimitError,
     SlowBodyError,
     UnknownResourceError,
@@ -33,6 +35,7 @@ STATUSES: Mapping[type[TinkerError], int] = {
     GoneError: 410,
     UnsupportedBodyError: 415,
     SlowBodyError: 408,
+    OverBudgetError: 403,
     OverLimitError: 429,
     NotReadyError: 503,
     StoreError: 503,
@@ -61,7 +64,7 @@ def headers_of(error: TinkerError) -> dict[str, str]:
     """Return when to retry, for errors that pass; a client that sends too slowly is disconnected."""
     if isinstance(error, SlowBodyError):
         return {"connection": "close"}
-    if not isinstance(error, (OverLimitError, NotReadyError)):
+    if isinstance(error, OverBudgetError) or not isinstance(error, (OverLimitError, NotReadyError)):
         return {}
     seconds = max(0.0, error.retry_after_s)
     headers = {"retry-after": str(max(1, round(seconds))), "retry-after-ms": str(round(seconds * 1000))}

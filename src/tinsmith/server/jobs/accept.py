@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinsmith.engine.protocol import AnyJob
-from tinsmith.errors import InvalidInputError, WireError
+from tinsmith.errors import InvalidInputError, TinkerError, WireError
 from tinsmith.server.bodies.read import explain, read_numbers
 from tinsmith.server.call import Answer, Call, reply
 from tinsmith.server.jobs.job import Draft, Work
 from tinsmith.server.jobs.lifecycle import same_request
-from tinsmith.server.refusals import NotReadyError, OverLimitError, UnknownResourceError
+from tinsmith.server.refusals import NotReadyError, OverBudgetError, OverLimitError, UnknownResourceError
 from tinsmith.server.runs.order import Arrival
 from tinsmith.server.runs.registry import Run
 from tinsmith.server.services import Services
@@ -93,14 +93,9 @@ async def _submit(
         prepared = await prepare(run)
     except (InvalidInputError, WireError, UnknownResourceError) as raised:
         error = explain(raised, call.body) if read is None and isinstance(raised, WireError) else raised
-        if number is not None:
-            digest = await hashing.digest()
-            twin = await services.jobs.known(model_id, number)
-            if twin is not None and (twin.kind, twin.digest) == (kind, digest) and twin.state != "refused":
-                return promise(twin.request_id, model_id)  # it was sent twice at once, and the first has taken the name
-            await services.jobs.refuse(replace(draft, digest=digest), str(error))
-            run.close_number(number)
-        raise error from None
+        if number is None:
+            raise error from None
+        return await _refused(services, run, replace(draft, digest=await hashing.digest()), error)
     if number is None:
         await arrival.turn()
         draft = replace(draft, seq=_next_number(run))
@@ -130,12 +125,27 @@ async def _submit(
         if number is None:  # we chose the number, so nobody will send it again
             services.jobs.refuse_later(draft, str(error))
             run.close_number(draft.seq)
+        elif isinstance(error, OverBudgetError):
+            return await _refused(services, run, replace(draft, digest=await hashing.digest()), error)
         raise
     if not is_new:  # it was sent twice at once: the second preparation is not needed
         if prepared.undo is not None:
             prepared.undo()
         services.admission.give_back(call.caller, prepared.tokens)
     return promise(request_id, model_id)
+
+
+async def _refused(services: Services, run: Run, draft: Draft, error: TinkerError) -> Answer:
+    """Close the number of a request that is refused for good, and raise the error.
+
+    If it was sent twice at once and the first was accepted, the answer is that one's promise.
+    """
+    twin = await services.jobs.known(draft.lane, draft.seq)
+    if twin is not None and (twin.kind, twin.digest) == (draft.kind, draft.digest) and twin.state != "refused":
+        return promise(twin.request_id, draft.lane)
+    await services.jobs.refuse(draft, str(error))
+    run.close_number(draft.seq)
+    raise error from None
 
 
 def _next_number(run: Run) -> int:

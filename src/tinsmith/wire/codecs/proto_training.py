@@ -32,7 +32,7 @@ from tinsmith.wire.codecs.protobuf import (
     read_varint,
 )
 from tinsmith.wire.limits import MAX_CHUNKS, MAX_LOSS_INPUTS, MAX_NAME, MAX_SPANS
-from tinsmith.wire.losses import LIST_DTYPES, LOSSES, LossFnType
+from tinsmith.wire.losses import LIST_DTYPES, LOSSES, OFFERED, LossFnType
 from tinsmith.wire.message import NOT_GIVEN
 from tinsmith.wire.messages.training import (
     ForwardBackwardInput,
@@ -125,7 +125,7 @@ def decode_request(body: bytes | memoryview, max_datums: int = MAX_ITEMS) -> For
             key, inner_kind, inner = read_entry(value, kind, "loss_fn_config_v2")
             values[key] = _read_config_value(key, inner_kind, inner)
     if loss_fn not in LOSSES:
-        known = ", ".join(LOSSES)
+        known = ", ".join(OFFERED)
         raise WireError(f"loss_fn: {loss_fn!r} is not a loss (allowed: {known})", field="loss_fn")
     try:
         return ForwardBackwardRequest(

@@ -5,8 +5,9 @@ It depends on no HTTP library; the caller passes status, headers and body.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -23,6 +24,9 @@ from tinsmith.errors import (
     redacted,
 )
 
+LONG_WAIT_S = 60.0
+"""If a server asks for a longer wait, the error says so; clients that retry wait out shorter ones."""
+YEAR_S = 366 * 86_400
 MAX_TEXT = 2000
 """The most characters of a response that go into a message; proxies respond with whole pages."""
 
@@ -36,6 +40,7 @@ def status_error(
     said = f"Error code: {status} - {_shown(decoded)}" if decoded not in (None, "") else f"Error code: {status}"
     where = f" ({request.method} {request.url})" if request is not None else ""
     hint = f" {error_type.hint}" if error_type.hint else ""
+    hint += long_wait(status, headers)
     response = ResponseInfo(status, dict(headers), request, body[: 4 * MAX_TEXT].decode(errors="replace"))
     error = error_type(f"{said}{where}{hint}", response, decoded)
     error.retryable = is_retryable(status, headers)
@@ -66,6 +71,24 @@ def is_retryable(status: int, headers: Mapping[str, str]) -> bool:
     if word in ("true", "false"):
         return word == "true"
     return status >= 500 or status in RETRYABLE_STATUSES
+
+
+def long_wait(status: int, headers: Mapping[str, str], now: datetime | None = None) -> str:
+    """Return a sentence that says until when a server wants to be left alone; empty if that is soon, or not known."""
+    seconds = retry_after_s(headers, now) if is_retryable(status, headers) else None
+    if seconds is None or seconds <= LONG_WAIT_S:
+        return ""
+    return f" The server asks to wait until {moment_after(seconds, now or datetime.now(UTC))}."
+
+
+def moment_after(seconds: float, now: datetime) -> str:
+    """Return a moment in the future as a date, with what is left until then."""
+    if seconds > YEAR_S:
+        return "more than a year from now"
+    minutes = math.ceil(seconds / 60)
+    left = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
+    moment = now + timedelta(seconds=seconds + 0.5)  # rounded: a microsecond before midnight is midnight
+    return f"{moment:%Y-%m-%d %H:%M} UTC (in {left})"
 
 
 def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float | None:

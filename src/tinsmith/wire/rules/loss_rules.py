@@ -15,7 +15,7 @@ from typing import Any, NoReturn, cast
 import numpy as np
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.wire.losses import CLIP_INPUTS, LOSSES, LossFnType, LossSpec
+from tinsmith.wire.losses import CLIP_INPUTS, LOSSES, OFFERED, LossFnType, LossSpec
 from tinsmith.wire.messages.training import (
     CustomLossInput,
     ForwardBackwardInput,
@@ -72,7 +72,7 @@ def loss_options(loss_fn: str, config: LossFnConfig | None) -> dict[str, float]:
     """Return the options of a loss, defaults included; refuse unknown losses, unknown options and wrong values."""
     spec = LOSSES.get(cast(LossFnType, loss_fn))
     if spec is None:
-        _refuse("loss_fn", f"{loss_fn!r} is not a loss (allowed: {', '.join(LOSSES)})")
+        _refuse("loss_fn", f"{loss_fn!r} is not a loss (allowed: {', '.join(OFFERED)})")
     if spec.refusal:
         _refuse("loss_fn", f"{loss_fn} is not available on this server: {spec.refusal}")
     given = dict(config or {})

@@ -100,6 +100,20 @@ def test_some_modules_are_completed_without_effect(base: Path, tmp_path: Path) -
         as_checkpoint(source, tmp_path / "again", base=other)
 
 
+def test_all_that_is_missing_is_told_at_once(base: Path, tmp_path: Path) -> None:
+    source = peft(base, tmp_path / "peft", ("self_attn.q_proj",), base_model_name_or_path=None)
+    with pytest.raises(InvalidInputError) as caught:
+        as_checkpoint(source, tmp_path / "out")
+    first, second = str(caught.value).splitlines()
+    assert first.endswith("adapter_config.json does not name a base model; name it with --model")
+    assert "give the model's directory with --base" in second
+    source = peft(base, tmp_path / "other", ("self_attn.q_proj",))
+    with pytest.raises(InvalidInputError) as caught:
+        as_checkpoint(source, tmp_path / "out", unsure="the server does not have it")
+    assert [line.partition(" --")[2][:5] for line in str(caught.value).splitlines()] == ["model", "base,"]
+    assert as_checkpoint(source, tmp_path / "out", "tiny", base, unsure="").base_model == "tiny"
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

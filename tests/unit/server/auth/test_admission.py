@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from support.in_process import Clock
 
 from tinsmith.server.auth.admission import DAY_S, Admission, Bucket
 from tinsmith.server.auth.identity import Caller
-from tinsmith.server.refusals import OverLimitError
+from tinsmith.server.refusals import OverBudgetError, OverLimitError
 
 
 def caller(**fields: Any) -> Caller:
@@ -67,8 +68,9 @@ def test_tokens_of_a_day() -> None:
     made = admission(clock)
     ann = caller(tokens_per_day=100)
     made.check_tokens(ann, 60)
-    with pytest.raises(OverLimitError, match="100 tokens per day has 40 left; this needs 41") as caught:
+    with pytest.raises(OverBudgetError, match="100 tokens per day has 40 left; this needs 41") as caught:
         made.check_tokens(ann, 41)
+    assert str(caught.value).endswith("; the budget resets at 1970-04-12 00:00 UTC (in 23 h 0 min)")
     assert caught.value.remaining == 40
     assert caught.value.retry_after_s == DAY_S - 3600
     made.check_tokens(ann, 40)
@@ -83,6 +85,24 @@ def test_tokens_of_a_day() -> None:
     clock.advance(DAY_S)
     assert made.remaining(ann, 0)["tokens_left_today"] == 100
     made.check_tokens(ann, 100)
+
+
+@pytest.mark.parametrize(
+    ("before_reset_s", "tokens", "kind"),
+    [(60.0, 41, OverLimitError), (61.0, 41, OverBudgetError), (1.0, 100, OverLimitError), (1.0, 101, OverBudgetError)],
+)
+def test_a_budget_is_worth_waiting_for_if_it_resets_soon_and_suffices_then(
+    before_reset_s: float, tokens: int, kind: type[OverLimitError]
+) -> None:
+    made = admission(Clock(DAY_S * 100 - before_reset_s))
+    ann = caller(tokens_per_day=100)
+    made.check_tokens(ann, 60)
+    with pytest.raises(OverLimitError) as caught:
+        made.check_tokens(ann, tokens)
+    assert type(caught.value) is kind
+    assert caught.value.retryable == (kind is OverLimitError)
+    assert ("more than a whole day's: send less at once" in str(caught.value)) == (tokens > 100)
+    assert caught.value.retry_after_s == (before_reset_s if tokens <= 100 else math.inf)
 
 
 def test_tokens_that_were_not_used_come_back() -> None:

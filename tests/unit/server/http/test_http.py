@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ from tinsmith.wire.routes.table import ROUTES
         (refusals.GoneError("x"), 410),
         (refusals.UnsupportedBodyError("x"), 415),
         (refusals.OverLimitError("x", retry_after_s=0.25, remaining=3), 429),
+        (refusals.OverBudgetError("x", retry_after_s=3600.0, remaining=3), 403),
+        (refusals.OverBudgetError("x", retry_after_s=math.inf, remaining=3), 403),
         (refusals.NotReadyError("x", retry_after_s=2.0), 503),
         (StoreError("x"), 503),
         (ConstraintError("x"), 503),
@@ -65,6 +68,18 @@ def test_errors_that_pass_say_when_and_none_shows_a_key() -> None:
     headers = errors.headers_of(refusals.OverLimitError("x", retry_after_s=0.25, remaining=3))
     assert headers == {"retry-after": "1", "retry-after-ms": "250", "x-ratelimit-remaining": "3"}
     assert b"abcdefgh" not in errors.body_of(InvalidInputError("tml-abcdefghijkl is wrong", field="x"))
+
+
+def test_a_spent_budget_says_in_its_body_what_is_left_and_when_it_resets() -> None:
+    later, never = (refusals.OverBudgetError("x", retry_after_s=s, remaining=3) for s in (3600.0, math.inf))
+    assert msgspec.json.decode(errors.body_of(later)) | {"detail": ""} == {
+        "detail": "",
+        "code": "over_budget",
+        "retry_after_s": 3600.0,
+        "remaining": 3,
+    }
+    assert msgspec.json.decode(errors.body_of(never))["retry_after_s"] is None
+    assert errors.headers_of(later) == {}
 
 
 def pieces(*parts: bytes) -> Any:

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from support.in_process import (
     BASE,
@@ -15,6 +16,7 @@ from support.in_process import (
     Server,
     datum,
     forward_backward,
+    optim_step,
     run,
     sample,
     serving,
@@ -23,6 +25,7 @@ from support.in_process import (
 
 from tinsmith.server.jobs import samples as samples_module
 from tinsmith.store.rows import JobRow, SamplerRow
+from tinsmith.wire.routes.own import SAMPLES
 
 
 @pytest.fixture(autouse=True)
@@ -150,12 +153,66 @@ def test_a_budget_pays_once_for_a_request_that_is_sent_twice(tmp_path: Path) -> 
             assert (await ann.post("asample", sample(sampler, 1))).json == promise.json
             assert (await ann.get("/tinsmith/v1/quota")).json["tokens_left_today"] == 3
             over = await ann.post("asample", sample(sampler, 2))
-            assert over.status == 429
-            assert over.json["remaining"] == 3
-            assert int(over.headers["retry-after"]) >= 1
+            assert (over.status, over.json["code"], over.json["remaining"]) == (403, "over_budget", 3)
+            assert 0 < over.json["retry_after_s"] <= 86_400
+            assert " 3 left; this needs 7; the budget resets at " in over.detail
             await ann.result(promise)
 
     run(scenario())
+
+
+def test_a_pass_over_the_budget_holds_up_nothing_behind_it_also_after_a_restart(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = BreakableStore()
+        await store.open()
+        async with serving(tmp_path, store=store) as server:
+            ann, session, _ = await begun(server, tokens_per_day=3)
+            model = await ann.model(session)
+            over = await ann.post("forward_backward", forward_backward(model, 1, datum(1, 2, 3, 4)))
+            assert (over.status, over.json["code"]) == (403, "over_budget")
+            assert "this needs 4, more than a whole day's" in over.detail
+            again = await ann.post("forward_backward", forward_backward(model, 1, datum(1, 2, 3, 4)))
+            assert (again.status, "was refused before: the key's budget" in again.detail) == (400, True)
+            await ann.result(await ann.post("forward_backward", forward_backward(model, 2, datum(1, 2, 3))))
+            assert (await ann.post("forward_backward", forward_backward(model, 3, datum(1)))).status == 403
+        async with serving(tmp_path, store=store) as server:
+            await Client(server, ann.key).result(await Client(server, ann.key).post("optim_step", optim_step(model, 4)))
+        await store.close()
+
+    run(scenario())
+
+
+def test_a_pass_that_is_sent_twice_at_once_is_paid_for_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann, session, _ = await begun(server, tokens_per_day=3)
+            model = await ann.model(session)
+            message = forward_backward(model, 1, datum(1, 2, 3))
+            first, second = await asyncio.gather(*(ann.post("forward_backward", message) for _ in range(2)))
+            assert (first.status, first.json) == (200, second.json)
+            await ann.result(first)
+            await ann.result(await ann.post("optim_step", optim_step(model, 2)))
+
+    run(scenario())
+
+
+def test_the_log_names_the_key_that_reached_its_cap(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann, session, sampler = await begun(server, tokens_per_day=6)
+            model = await ann.model(session)
+            await ann.post("asample", sample(sampler, 1))
+            await ann.post(SAMPLES.path, msgspec.msgpack.encode([msgspec.json.encode(sample(sampler, 2))]))
+            await ann.post("forward_backward", forward_backward(model, 1, datum(*range(7))))
+
+    run(scenario())
+    refused = [record for record in caplog.records if getattr(record, "event", "") == "refused"]
+    assert [vars(record)["route"] for record in refused] == ["asample", "samples", "forward_backward"]
+    for record in refused:
+        assert (vars(record)["status"], vars(record)["code"], vars(record)["org_id"]) == (403, "over_budget", "acme")
+        assert "6 tokens per day has 6 left; this needs 7" in record.getMessage()
 
 
 def test_a_repeated_sample_is_known_also_while_the_queue_is_full(tmp_path: Path) -> None:
@@ -178,12 +235,12 @@ def test_budgets_count_what_was_used_before_a_restart(tmp_path: Path) -> None:
             ann, session, sampler = await begun(server, tokens_per_day=10)
             await ann.result(await ann.post("asample", sample(sampler, 1)))
             model = await ann.model(session)
-            assert (await ann.post("forward_backward", forward_backward(model, 1, datum(1, 2, 3, 4)))).status == 429
-            await ann.result(await ann.post("forward_backward", forward_backward(model, 1, datum(1, 2, 3))))
+            assert (await ann.post("forward_backward", forward_backward(model, 1, datum(1, 2, 3, 4)))).status == 403
+            await ann.result(await ann.post("forward_backward", forward_backward(model, 2, datum(1, 2, 3))))
         async with serving(tmp_path, store=store) as server:
             again = Client(server, ann.key)
             assert (await again.get("/tinsmith/v1/quota")).json["tokens_left_today"] == 0
-            assert (await again.post("asample", sample(sampler, 2))).status == 429
+            assert (await again.post("asample", sample(sampler, 2))).status == 403
         await store.close()
 
     run(scenario())
