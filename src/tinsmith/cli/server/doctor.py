@@ -27,7 +27,7 @@ from tinsmith.cli.output import console, formatted, plural, print_json, print_ta
 OK, NOTE, BROKEN = "ok", "note", "broken"
 MIN_FREE_BYTES = 2 * 10**9
 """Room for the default model and a few checkpoints."""
-BASE = ("aiohappyeyeballs", "aiohttp", "click", "httptools", "msgspec", "numpy", "rich", "zstandard")
+BASE = ("aiohappyeyeballs", "aiohttp", "click", "httptools", "msgspec", "numpy", "prompt-toolkit", "rich", "zstandard")
 EXTRAS = {
     "tokenizers": ("jinja2", "tokenizers"),
     "server": ("gguf", "h11", "numba", "prometheus-client", "pyjwt", "pyrage", "python-multipart",
