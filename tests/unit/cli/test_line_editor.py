@@ -78,6 +78,8 @@ def test_lines_are_typed_with_alt_enter_or_a_backslash(started: Callable[[], Ter
     read(terminal, "one\ntwo\nthree")
     terminal.type("\\d is a digit\r")
     read(terminal, "\\d is a digit")
+    terminal.type("ends in \\\x01\r")  # Ctrl-A: the cursor is at the beginning
+    read(terminal, "ends in \\")
 
 
 def test_ctrl_c_drops_the_line_and_ctrl_d_ends(started: Callable[[], Terminal]) -> None:
@@ -173,5 +175,5 @@ def test_help_fits_a_terminal() -> None:
     from tinsmith.cli.talk.chat import KEYS, _listed
 
     lines = _listed().splitlines() + KEYS.splitlines()
-    assert max(map(len, lines)) <= 120
+    assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines[: len(COMMANDS)]] == [f"/{name}" for name in COMMANDS]

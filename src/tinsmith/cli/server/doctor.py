@@ -96,7 +96,7 @@ class _Silent:
 def _checks(quick: bool) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
     yield "installation", installation
     yield "data directory", data_directory
-    has_engine = all(_version(name) for name in EXTRAS["server"])
+    has_engine = sys.platform != "win32" and all(_version(name) for name in EXTRAS["server"])
     if has_engine:
         yield "default model", default_model
     if has_engine and not quick:
@@ -109,6 +109,7 @@ def installation() -> list[Check]:
     python = platform.python_version()
     is_new = sys.version_info >= (3, 11)
     checks = [
+        _system(),
         Check("python", OK if is_new else BROKEN, python, "" if is_new else "install Python 3.11 or newer"),
         _packages("packages", BASE, BROKEN, "pip install --force-reinstall tinsmith"),
     ]
@@ -123,6 +124,15 @@ def installation() -> list[Check]:
         else:
             checks.append(Check(name, OK, version))
     return checks
+
+
+def _system() -> Check:
+    """Name the operating system, and what does not run on it."""
+    name = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    if sys.platform == "win32":
+        return Check("system", NOTE, f"{name}: client only", "to run a server or the local engine, use WSL2")
+    else:
+        return Check("system", OK, name)
 
 
 def _packages(check: str, names: tuple[str, ...], otherwise: str, step: str) -> Check:

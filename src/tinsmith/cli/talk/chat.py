@@ -16,18 +16,19 @@ from tinsmith.cli.connection import connected, service_client
 from tinsmith.cli.output import echo, plural
 
 COMMANDS = {
-    "compare": ("A B", "send each message to two models (names or tinker:// paths); alone, return to the one before"),
-    "model": ("NAME", "switch to another model or checkpoint"),
+    "compare": ("A B", "ask two models at once; without A B, return to the one before"),
+    "model": ("NAME", "switch to another model, or to a checkpoint (tinker://...)"),
     "system": ("TEXT", "set the system message; without TEXT, remove it"),
     "reset": ("", "clear the conversation"),
-    "save": ("FILE", "append the conversation to a JSONL file that tinsmith train can read"),
+    "save": ("FILE", "append the conversation to a JSONL file, as for tinsmith train"),
     "help": ("", "show this list"),
     "quit": ("", "quit (also Ctrl-D); Ctrl-C stops an answer"),
 }
 """For each command: its arguments, and its line in /help."""
 KEYS = """\
-Enter sends the message. Alt-Enter, or Enter after a backslash, starts a new line; pasted lines stay together.
-Tab completes a command, and the arrow keys bring back earlier messages."""
+Enter sends the message. Alt-Enter, or Enter after a backslash, starts a new
+line; pasted lines stay together. Tab completes a command, and the arrow keys
+bring back earlier messages."""
 _COMMAND = re.compile(r"/([A-Za-z]+)(?:\s+(.*))?", re.DOTALL)
 """A message such as "/usr/bin is a directory" or "// a comment" is none."""
 
