@@ -42,7 +42,7 @@ for name in ("fcntl", "grp", "pty", "pwd", "readline", "resource", "syslog", "te
 sys.modules["msvcrt"] = types.SimpleNamespace(locking=locking, LK_NBLCK=2)
 for name in (
     "O_CLOEXEC", "O_NOFOLLOW", "O_NONBLOCK", "chown", "fchmod", "fork", "getuid", "killpg", "posix_fallocate", "pwrite",
-    "readv", "register_at_fork", "sched_getaffinity", "setsid", "sysconf",
+    "readv", "register_at_fork", "setsid", "sysconf",
 ):
     delattr(os, name)
 for name in ("SIGHUP", "SIGKILL", "SIGQUIT"):

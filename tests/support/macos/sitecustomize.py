@@ -55,6 +55,8 @@ for module, names in MISSING.items():
     for name in names:
         if hasattr(module, name):
             delattr(module, name)
+if hasattr(os, "process_cpu_count"):  # which uses sched_getaffinity on Linux
+    os.process_cpu_count = os.cpu_count
 builtins.__import__ = imported
 pathlib.Path.read_text = read_text  # type: ignore[method-assign]
 ctypes.CDLL.__getattr__ = function  # type: ignore[method-assign]
