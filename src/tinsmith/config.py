@@ -207,7 +207,7 @@ def stored_key(environ: Mapping[str, str]) -> StoredCredential | None:
     """
     path = Path(environ.get("HOME", "~")).expanduser() / ".tinker" / "credentials.json"
     try:
-        stored = json.loads(path.read_text())
+        stored = json.loads(path.read_bytes())
         default = stored.get("default")
         entry = stored.get("keys", {}).get(default) if default is not None else None
         entry = entry if isinstance(entry, dict) else {}
@@ -249,7 +249,7 @@ def _from_file(environ: Mapping[str, str], known: set[str], table: str = "client
     folder = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".config")
     path = Path(named) if named else folder / "tinsmith" / "config.toml"
     try:
-        settings = tomllib.loads(path.read_text()).get(table, {})
+        settings = tomllib.loads(path.read_text(encoding="utf-8")).get(table, {})
     except FileNotFoundError:
         if named:
             raise TinkerError(f"TINSMITH_CONFIG is set to {path}, which does not exist") from None
@@ -599,7 +599,7 @@ def _flag(text: str) -> tuple[str, bool]:
 
 def _server_table(path: Path, known: set[str]) -> dict[str, Any]:
     try:
-        table = tomllib.loads(path.read_text()).get("server", {})
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("server", {})
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise TinkerError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if not isinstance(table, dict):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from support.terminal import CTRL_C, CTRL_D, Terminal
+from support.terminal import CTRL_C, CTRL_D, PROMPT, Terminal
 from support.tiny_server import TINSMITH, tiny_server
 
 import tinsmith
@@ -143,53 +143,68 @@ def test_eval_measures_what_training_does_and_sees_exact_answers(tuned: str, env
 
 def test_a_chat_in_a_terminal(tuned: str, env: dict[str, str]) -> None:
     with Terminal([*TINSMITH, "chat", "--checkpoint", tuned, "--temperature", "0"], env) as terminal:
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type("two\n")
         terminal.wait_for("dos")
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type(f"/compare tiny {tuned}\n")
         terminal.wait_for("tiny and tinker")
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type("/save said.jsonl\n")
         terminal.wait_for("nothing to save yet")
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type("/compare\n")
-        terminal.wait_for("> ")
-        terminal.type(f"/model {tuned}\n")
-        terminal.wait_for("> ")
-        terminal.type("three\n")
-        terminal.wait_for("tres")
-        terminal.wait_for("> ")
+        terminal.wait_for("back to tinker://")
+        terminal.wait_for(PROMPT)
         terminal.type("/save said.jsonl\n")
         terminal.wait_for("1 chat saved to said.jsonl")
-        terminal.wait_for("> ")
-        terminal.press(CTRL_C, "Ctrl-D or /quit to quit")
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
+        terminal.type("/reset\n")
+        terminal.wait_for("conversation cleared")
+        terminal.wait_for(PROMPT)
+        terminal.type("three\n")
+        terminal.wait_for("tres")
+        terminal.wait_for(PROMPT)
+        terminal.type(CTRL_C)
+        terminal.wait_for("Ctrl-D or /quit to quit")
+        terminal.wait_for(PROMPT)
+        terminal.paste("one\ntwo\nthree")
+        terminal.wait_for("three")
+        terminal.type("\n")
+        terminal.wait_for(PROMPT)
+        terminal.type("/save pasted.jsonl\n")
+        terminal.wait_for("1 chat saved")
+        terminal.wait_for(PROMPT)
         terminal.type("/nonsense\n")
         terminal.wait_for("unknown command")
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type(CTRL_D)
         assert terminal.end() == 0
     (saved,) = [json.loads(line) for line in Path("said.jsonl").read_text().splitlines()]
-    assert [message["content"] for message in saved["messages"]] == ["three", "tres"]
+    assert [message["content"] for message in saved["messages"]] == ["two", "dos"]
     assert saved["model"] == tuned
+    (pasted,) = [json.loads(line) for line in Path("pasted.jsonl").read_text().splitlines()]
+    assert [message["content"] for message in pasted["messages"] if message["role"] == "user"] == [
+        "three",
+        "one\ntwo\nthree",
+    ]
 
 
 def test_ctrl_c_stops_an_answer_and_not_the_chat(env: dict[str, str]) -> None:
     options = ("--max-tokens", "3900", "--seed", "1", "--temperature", "1")
     with Terminal([*TINSMITH, "chat", *options], env) as terminal:
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type("go\n")
         terminal.wait_for(r"go\s+\S.*\S")  # some of the answer
         terminal.type(CTRL_C)
         terminal.wait_for(r"\[stopped\]")
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type("/save cut.jsonl\n")
         terminal.wait_for("1 chat saved")
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type("/reset\n")
         terminal.wait_for("conversation cleared")
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type("/quit\n")
         assert terminal.end() == 0
     (saved,) = [json.loads(line) for line in Path("cut.jsonl").read_text().splitlines()]
@@ -204,6 +219,11 @@ def test_a_chat_from_a_pipe(tuned: str) -> None:
         "chat", "--checkpoint", tuned, "--temperature", "0", "--max-tokens", "5", stdin=f"/compare tiny {tuned}\ntwo\n"
     )
     assert "┃ tiny" in compared.stdout
+    back = run(
+        "chat", "--checkpoint", tuned, "--temperature", "0", stdin="/compare tiny tiny\n/compare\n/compare\ntwo\n"
+    )
+    assert f"back to {tuned}\nthere is one model only: {tuned}\n" in back.stderr
+    assert back.stdout == "dos\n"
     assert "dos" in compared.stdout
 
 

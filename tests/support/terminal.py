@@ -1,7 +1,7 @@
 """A program in a terminal of its own: what it shows can be waited for, and keys can be pressed.
 
 with Terminal(["python", "-m", "tinsmith", "chat"], env) as terminal:
-    terminal.wait_for("> ")
+    terminal.wait_for(PROMPT)
     terminal.type("hello\\n")
     terminal.type(CTRL_D)
     assert terminal.end() == 0
@@ -9,6 +9,7 @@ with Terminal(["python", "-m", "tinsmith", "chat"], env) as terminal:
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
 import os
@@ -22,12 +23,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-CTRL_C, CTRL_D = "\x03", "\x04"
+CTRL_C, CTRL_D, TAB, UP, ALT_ENTER = "\x03", "\x04", "\t", "\x1b[A", "\x1b\r"
+PROMPT = ">\b"
+"""An empty prompt of `tinsmith chat` that waits for keys: its space is a movement of the cursor. A prompt with text
+in it is shown again when it is sent."""
 PATIENCE_S = 120.0
 """What anything may take on a busy machine before it counts as hanging."""
-AGAIN_S = 5.0
-"""How long `press` waits before it presses again."""
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_CUT_OFF = re.compile(r"\x1b(\[[0-9;?]*)?$")
+"""An escape sequence whose end has not been read yet."""
 
 
 class Terminal:
@@ -37,6 +41,8 @@ class Terminal:
         self.shown = ""
         """Everything so far, without colours and cursor movements."""
         self._seen = 0
+        self._rest = ""
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._pid, self._fd = pty.fork()
         if self._pid == 0:
             try:
@@ -49,10 +55,13 @@ class Terminal:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.kill()
+        os.close(self._fd)
+
+    def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
-        os.close(self._fd)
 
     def wait_for(self, pattern: str) -> str:
         """Wait until something new matches; what was shown since the last time."""
@@ -64,20 +73,9 @@ class Terminal:
         self._seen += found.end()
         return new
 
-    def press(self, keys: str, pattern: str) -> str:
-        """Press keys, again every few seconds, until something new matches.
-
-        For Ctrl-C at a prompt: a signal that arrives after CPython's readline showed the prompt and before it waits
-        for input is noticed only with the next key (`readline_until_enter_or_signal` in Modules/readline.c).
-        """
-        for _ in range(int(PATIENCE_S / AGAIN_S)):
-            self.type(keys)
-            end = time.monotonic() + AGAIN_S
-            while time.monotonic() < end and not re.search(pattern, self.shown[self._seen :]):
-                assert self._read(), f"it ended before {pattern!r} came: {self.shown[-2000:]}"
-            if re.search(pattern, self.shown[self._seen :]):
-                break
-        return self.wait_for(pattern)
+    def paste(self, text: str) -> None:
+        """Paste as terminals do when a program has asked for marks around what is pasted."""
+        self.type(f"\x1b[200~{text}\x1b[201~")
 
     def type(self, keys: str) -> None:
         os.write(self._fd, keys.encode())
@@ -98,5 +96,8 @@ class Terminal:
             data = os.read(self._fd, 65536)
         except OSError:  # how Linux says that the other end is closed
             return False
-        self.shown += _ESCAPES.sub("", data.decode(errors="replace"))
+        text = self._rest + self._decode(data)
+        end = cut.start() if (cut := _CUT_OFF.search(text)) else len(text)
+        self._rest = text[end:]
+        self.shown += _ESCAPES.sub("", text[:end])
         return bool(data)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import io
 import logging
+import sys
 from typing import Any
 
 import click
@@ -98,8 +100,17 @@ class LazyGroup(click.Group):
 @server_option
 def main() -> None:
     """Train and sample language models through the Tinker protocol."""
+    if sys.platform == "win32":
+        _print_all_characters()
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(PrintableLines())  # warnings of the SDK may quote a server
+
+
+def _print_all_characters() -> None:
+    """Replace what a pipe's encoding lacks, which on Windows is often not UTF-8, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 @main.command()

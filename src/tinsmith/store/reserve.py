@@ -1,13 +1,14 @@
 """Disk space reserved for what must work on a full disk: a file beside the database, released slice by slice.
 
 Deleting rows needs space, too: SQLite writes the change to its log before it frees anything. The file has real blocks
-(`posix_fallocate`), and grows back as soon as there is space.
+(`posix_fallocate`, or zeros on macOS, which lacks it), and grows back as soon as there is space.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +40,7 @@ class Reserve:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             try:
                 while self._slices < SLICES:
-                    os.posix_fallocate(descriptor, self._slices * SLICE_BYTES, SLICE_BYTES)
+                    _allocate(descriptor, self._slices * SLICE_BYTES)
                     self._slices += 1
             finally:
                 os.close(descriptor)
@@ -57,3 +58,14 @@ class Reserve:
     def close(self) -> None:
         with contextlib.suppress(OSError):
             os.unlink(self._path)
+
+
+def _allocate(descriptor: int, offset: int) -> None:
+    """Give a slice of a file real blocks."""
+    if sys.platform == "linux":
+        os.posix_fallocate(descriptor, offset, SLICE_BYTES)
+    else:
+        zeros = memoryview(bytes(SLICE_BYTES))
+        while zeros:
+            written = os.pwrite(descriptor, zeros, offset)
+            zeros, offset = zeros[written:], offset + written

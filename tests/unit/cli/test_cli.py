@@ -109,6 +109,24 @@ def test_an_unknown_command_is_a_usage_error() -> None:
     assert "No such command 'versoin'. Did you mean 'version'?" in result.output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("trian data.jsonl", "train"),
+        ("run lst", "list"),
+        ("checkpoint dwonload", "download"),
+        ("auth lgoin", "login"),
+        ("run list --limt 3", "--limit"),
+        ("train data.jsonl --epoch 3", "--epochs"),
+        ("--fromat json status", "--format"),
+    ],
+)
+def test_what_is_misspelt_is_suggested(arguments: str, meant: str) -> None:
+    result = run(*arguments.split())
+    assert result.exit_code == 2
+    assert f"'{meant}'" in result.output.partition("Did you mean")[2]
+
+
 def test_an_unknown_option_is_a_usage_error() -> None:
     result = run("version", "--loud")
     assert result.exit_code == 2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tinsmith.cli.models import Speaker
+from tinsmith.cli.talk.chat import _handle
 from tinsmith.cli.talk.conversation import Conversation
 from tinsmith.client.runtime.futures import Future
 from tinsmith.client.submit.stream import SampledTokens
@@ -93,6 +94,52 @@ def test_two_sides_have_histories_of_their_own(capsys: pytest.CaptureFixture[str
     assert len(talk.chats()[0]["messages"]) == 4
     talk.reset()
     assert talk.chats() == []
+
+
+def test_comparing_ends_where_it_began(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(_: Any, name: str) -> Speaker:
+        if name == "nowhere":
+            raise TinkerError("no such model")
+        return Speaker(name, Scripted("other"), Letters())
+
+    monkeypatch.setattr("tinsmith.cli.talk.conversation.named_speaker", opened)
+    talk = conversation(Speaker("mine", Scripted("m1", "m2", "m3"), Letters()), streams=False)
+    talk.ask("a")
+    assert not talk.stop_comparing()
+    talk.compare(["left", "mine"])
+    talk.ask("b")
+    talk.compare(["left", "right"])
+    with pytest.raises(TinkerError):
+        talk.compare(["left", "nowhere"])
+    assert talk.names == ["left", "right"]
+    assert talk.stop_comparing()
+    assert talk.names == ["mine"]
+    talk.ask("c")
+    assert [message["content"] for message in talk.chats()[0]["messages"]] == ["a", "m1", "c", "m3"]
+    assert not talk.stop_comparing()
+    talk.compare(["left", "right"])
+    talk.change(["right"])
+    talk.compare(["left", "mine"])
+    talk.stop_comparing()
+    assert talk.names == ["right"], "the one chosen last"
+
+
+@pytest.mark.parametrize(
+    ("line", "asked"),
+    [
+        ("/usr/bin holds programs", ["/usr/bin holds programs"]),
+        ("// a comment\nx = 1", ["// a comment\nx = 1"]),
+        ("/* a\n comment */", ["/* a\n comment */"]),
+        ("/halp", []),
+        ("/halp me", []),
+        ("/system be\nbrief", []),
+    ],
+)
+def test_what_looks_like_a_command_and_is_none_is_sent(line: str, asked: list[str]) -> None:
+    talk = SimpleNamespace(ask=(said := []).append, system=(systems := []).append)
+    _handle(talk, line)
+    assert said == asked
+    assert systems == (["be\nbrief"] if line.startswith("/system") else [])
 
 
 def test_a_conversation_that_no_longer_fits_says_so(capsys: pytest.CaptureFixture[str]) -> None:

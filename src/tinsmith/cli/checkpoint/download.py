@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -49,7 +50,7 @@ def download(path: str, output: Path, force: bool) -> None:
     An interrupted download is resumed. The directory appears once all files are complete and match the digests in the
     checkpoint's manifest.
     """
-    target = output / path.removeprefix("tinker://").replace("/", "_")
+    target = output / _folder_name(path)
     if target.exists() and not force:
         raise click.ClickException(f"{target} already exists; use --force to replace it, or another --output")
     partial = target.with_name(f".{target.name}.partial")
@@ -63,6 +64,12 @@ def download(path: str, output: Path, force: bool) -> None:
         print_json({"checkpoint_path": path, "destination": str(target), "file_size_bytes": total})
         return
     print_properties({"Checkpoint": path, "Size": size(total), "Downloaded to": str(target)})
+
+
+def _folder_name(path: str) -> str:
+    """Return a checkpoint's path as the name of a directory; Windows allows no colons there."""
+    name = path.removeprefix("tinker://").replace("/", "_")
+    return name.replace(":", "_") if sys.platform == "win32" else name
 
 
 def fetch_checkpoint(holder: Operations, path: str, folder: Path) -> None:
@@ -140,7 +147,7 @@ def check_manifest(folder: Path) -> None:
     from tinsmith.errors import DamagedCheckpointError
 
     try:
-        files = json.loads((folder / MANIFEST).read_text())["files"]
+        files = json.loads((folder / MANIFEST).read_bytes())["files"]
         expected = {name: kept["sha256"] if isinstance(kept, dict) else kept for name, kept in files.items()}
     except FileNotFoundError:
         return

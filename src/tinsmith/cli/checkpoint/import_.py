@@ -115,7 +115,7 @@ def _last_part(name: str) -> str:
 def _facts(folder: Path) -> dict[str, Any]:
     """Read the adapter's properties from the manifest."""
     try:
-        info = json.loads((folder / MANIFEST).read_text())["info"]
+        info = json.loads((folder / MANIFEST).read_bytes())["info"]
         return {name: info[name] for name in ("base_model", *FACTS)}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise click.ClickException(f"{folder / MANIFEST} is not the manifest of a checkpoint: {error!r}") from None

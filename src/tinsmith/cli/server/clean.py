@@ -18,6 +18,7 @@ import click
 
 from tinsmith.cli.connection import confirmed, reported
 from tinsmith.cli.output import echo, formatted, plural, print_json, print_table, size, wants_json
+from tinsmith.cli.server.serve import NEEDS_SERVER
 from tinsmith.cli.server.storage import KINDS, data_dir_option, stored
 from tinsmith.config import ServerConfig
 
@@ -64,7 +65,13 @@ def clean(choices: tuple[str, ...], data_dir: Path | None, database: str | None,
     if not choices:
         _show(stored(config.data_dir, models_dir), config.data_dir, models_dir)
         return
-    from tinsmith.server.process import sole_user
+    from tinsmith.client.connection.local_engine import check_platform
+
+    check_platform()
+    try:
+        from tinsmith.server.process import sole_user
+    except ImportError as error:
+        raise click.ClickException(f"{NEEDS_SERVER} ({error})") from None
 
     if not config.data_dir.is_dir():
         raise click.ClickException(f"{config.data_dir} does not exist: nothing is stored there")

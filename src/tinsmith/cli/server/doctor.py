@@ -27,7 +27,7 @@ from tinsmith.cli.output import console, formatted, plural, print_json, print_ta
 OK, NOTE, BROKEN = "ok", "note", "broken"
 MIN_FREE_BYTES = 2 * 10**9
 """Room for the default model and a few checkpoints."""
-BASE = ("aiohappyeyeballs", "aiohttp", "click", "httptools", "msgspec", "numpy", "rich", "zstandard")
+BASE = ("aiohappyeyeballs", "aiohttp", "click", "httptools", "msgspec", "numpy", "prompt-toolkit", "rich", "zstandard")
 EXTRAS = {
     "tokenizers": ("jinja2", "tokenizers"),
     "server": ("gguf", "h11", "numba", "prometheus-client", "pyjwt", "pyrage", "python-multipart",
@@ -97,7 +97,7 @@ def _checks(quick: bool) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
     yield "installation", installation
     yield "data directory", data_directory
     yield "storage", storage
-    has_engine = all(_version(name) for name in EXTRAS["server"])
+    has_engine = sys.platform != "win32" and all(_version(name) for name in EXTRAS["server"])
     if has_engine:
         yield "default model", default_model
     if has_engine and not quick:
@@ -110,6 +110,7 @@ def installation() -> list[Check]:
     python = platform.python_version()
     is_new = sys.version_info >= (3, 11)
     checks = [
+        _system(),
         Check("python", OK if is_new else BROKEN, python, "" if is_new else "install Python 3.11 or newer"),
         _packages("packages", BASE, BROKEN, "pip install --force-reinstall tinsmith"),
     ]
@@ -124,6 +125,15 @@ def installation() -> list[Check]:
         else:
             checks.append(Check(name, OK, version))
     return checks
+
+
+def _system() -> Check:
+    """Name the operating system, and what does not run on it."""
+    name = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    if sys.platform == "win32":
+        return Check("system", NOTE, f"{name}: client only", "to run a server or the local engine, use WSL2")
+    else:
+        return Check("system", OK, name)
 
 
 def _packages(check: str, names: tuple[str, ...], otherwise: str, step: str) -> Check:

@@ -68,8 +68,11 @@ def serve(
     (TINSMITH_PORT=9000) or the --config file. Pass secrets in files or the environment (TINSMITH_API_KEY,
     TINSMITH_DATABASE): every user of the machine can see arguments.
     """
+    from tinsmith.client.connection.local_engine import check_platform
+
     warn_of_shown_secrets(api_key, database)
     try:
+        check_platform()
         config = ServerConfig.from_env(
             os.environ,
             file,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,22 @@ import click
 from tinsmith.cli.connection import checkpoint_path, connected, service_client
 from tinsmith.cli.output import echo, plural
 
-HELP = """\
-/compare A B   send each message to two models (names or tinker:// paths); /compare alone stops
-/model NAME    switch to another model or checkpoint
-/system TEXT   set the system message; without TEXT, remove it
-/reset         clear the conversation
-/save FILE     append the conversation to a JSONL file that tinsmith train can read
-/help          show this list
-/quit          quit (also Ctrl-D); Ctrl-C stops an answer"""
-HISTORY_LINES = 1000
+COMMANDS = {
+    "compare": ("A B", "ask two models at once; without A B, return to the one before"),
+    "model": ("NAME", "switch to another model, or to a checkpoint (tinker://...)"),
+    "system": ("TEXT", "set the system message; without TEXT, remove it"),
+    "reset": ("", "clear the conversation"),
+    "save": ("FILE", "append the conversation to a JSONL file, as for tinsmith train"),
+    "help": ("", "show this list"),
+    "quit": ("", "quit (also Ctrl-D); Ctrl-C stops an answer"),
+}
+"""For each command: its arguments, and its line in /help."""
+KEYS = """\
+Enter sends the message. Alt-Enter, or Enter after a backslash, starts a new
+line; pasted lines stay together. Tab completes a command, and the arrow keys
+bring back earlier messages."""
+_COMMAND = re.compile(r"/([A-Za-z]+)(?:\s+(.*))?", re.DOTALL)
+"""A message such as "/usr/bin is a directory" or "// a comment" is none."""
 
 
 @click.command()
@@ -62,7 +69,11 @@ HISTORY_LINES = 1000
 @click.option("--system", metavar="TEXT", help="System message.")
 @connected
 def chat(model: str | None, checkpoint: str | None, system: str | None, **options: Any) -> None:
-    """Chat with a model. Type /help for the commands."""
+    """Chat with a model. Type /help for the commands.
+
+    Enter sends a message. Alt-Enter, or Enter after a backslash, starts a new line; pasted lines are one message. If
+    stdin is not a terminal, each of its lines is a message.
+    """
     from tinsmith.cli.models import open_speaker
     from tinsmith.cli.talk.conversation import Conversation
     from tinsmith.types import SamplingParams
@@ -74,34 +85,45 @@ def chat(model: str | None, checkpoint: str | None, system: str | None, **option
         talk = Conversation(service, params, [open_speaker(service, model=model, checkpoint=checkpoint)])
         talk.system(system or "")
         echo(f"Chatting with {talk.title}. Type /help for commands, Ctrl-D to quit.", err=True)
-        with _history():
-            _converse(talk)
+        _converse(talk, _reader())
 
 
-def _converse(talk: Any) -> None:
-    is_shown = sys.stdin.isatty()
+def _reader() -> Callable[[], str]:
+    """Return what reads the next message: a line editor in a terminal, else the lines of stdin."""
+    if not sys.stdin.isatty():
+        return input
+    from prompt_toolkit.utils import is_dumb_terminal
+
+    if is_dumb_terminal() or not (sys.stdout.isatty() or sys.stderr.isatty()):
+        return lambda: input("> ")
+    from tinsmith.cli.talk.line_editor import LineEditor
+    from tinsmith.config import default_data_dir
+
+    arguments = {name: arguments for name, (arguments, _) in COMMANDS.items()}
+    return LineEditor(default_data_dir(os.environ) / "chat_history", arguments).read
+
+
+def _converse(talk: Any, read: Callable[[], str]) -> None:
     while True:
         try:
-            line = input("> " if is_shown else "").strip()
+            line = read().strip()
             if line in ("/quit", "/exit"):
                 return
             if line:
                 _handle(talk, line)
         except EOFError:
-            if is_shown:
-                echo()
             return
         except KeyboardInterrupt:
-            echo("\n(Ctrl-D or /quit to quit)", err=True)
+            echo("(Ctrl-D or /quit to quit)", err=True)
 
 
 def _handle(talk: Any, line: str) -> None:
-    """Handle one line of input; an error is printed and does not end the chat."""
+    """Handle one message; an error is printed and does not end the chat."""
     from tinsmith.errors import RetryableException, TinkerError
 
     try:
-        if line.startswith("/"):
-            _command(talk, *line[1:].partition(" ")[::2])
+        if command := _COMMAND.fullmatch(line):
+            _command(talk, command[1], command[2] or "")
         else:
             talk.ask(line)
     except KeyboardInterrupt:
@@ -113,7 +135,7 @@ def _handle(talk: Any, line: str) -> None:
 def _command(talk: Any, name: str, rest: str) -> None:
     words = rest.split()
     if name == "help":
-        echo(HELP)
+        echo(f"{_listed()}\n\n{KEYS}")
     elif name == "reset":
         talk.reset()
         echo("conversation cleared", err=True)
@@ -123,15 +145,22 @@ def _command(talk: Any, name: str, rest: str) -> None:
     elif name == "model" and len(words) == 1:
         talk.change(words)
         echo(talk.title, err=True)
-    elif name == "compare" and len(words) in (0, 2):
-        talk.change(words or [talk.names[0]])
+    elif name == "compare" and len(words) == 2:
+        talk.compare(words)
         echo(talk.title, err=True)
+    elif name == "compare" and not words:
+        echo(f"back to {talk.title}" if talk.stop_comparing() else f"there is one model only: {talk.title}", err=True)
     elif name == "save" and rest.strip():
         path = Path(rest.strip()).expanduser()
         count = _save(path, talk.chats())
         echo(f"{plural(count, 'chat')} saved to {path}" if count else "nothing to save yet", err=True)
     else:
-        echo("unknown command or wrong arguments: " + f"/{name} {rest}".rstrip() + "\n" + HELP, err=True)
+        echo("unknown command or wrong arguments: " + f"/{name} {rest}".rstrip() + "\n" + _listed(), err=True)
+
+
+def _listed() -> str:
+    """Return the commands, one per line."""
+    return "\n".join(f"{f'/{name} {arguments}':<14} {text}" for name, (arguments, text) in COMMANDS.items())
 
 
 def _save(path: Path, chats: list[dict[str, Any]]) -> int:
@@ -139,29 +168,3 @@ def _save(path: Path, chats: list[dict[str, Any]]) -> int:
         with path.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(chat, ensure_ascii=False) + "\n" for chat in chats)
     return len(chats)
-
-
-@contextlib.contextmanager
-def _history() -> Iterator[None]:
-    """Keep the lines typed into a terminal across chats."""
-    if not sys.stdin.isatty():
-        yield
-        return
-    try:
-        import readline
-    except ImportError:  # not part of every Python build
-        yield
-        return
-    from tinsmith.config import default_data_dir
-
-    path = default_data_dir(os.environ) / "chat_history"
-    with contextlib.suppress(OSError):
-        readline.read_history_file(path)
-    readline.set_history_length(HISTORY_LINES)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            readline.write_history_file(path)
-            path.chmod(0o600)

@@ -32,6 +32,8 @@ class Conversation:
         self._service = service
         self._params = params
         self._sides = [Side(speaker) for speaker in speakers]
+        self._before: Side | None = None
+        """Whom the user was talking to before comparing."""
         self._system = ""
 
     @property
@@ -54,9 +56,24 @@ class Conversation:
         known = {side.speaker.name: side for side in self._sides}
         if len(names) == 1 and names[0] in known:
             self._sides = [known[names[0]]]
-            return
-        speakers = [known[name].speaker if name in known else named_speaker(self._service, name) for name in names]
-        self._sides = [Side(speaker) for speaker in speakers]
+        else:
+            speakers = [known[name].speaker if name in known else named_speaker(self._service, name) for name in names]
+            self._sides = [Side(speaker) for speaker in speakers]
+        self._before = None
+
+    def compare(self, names: Sequence[str]) -> None:
+        """Ask two models at once from now on."""
+        before = self._before if len(self._sides) > 1 else self._sides[0]
+        self.change(names)
+        self._before = before
+
+    def stop_comparing(self) -> bool:
+        """Return to the conversation before comparing, as it was; False if there is one model only."""
+        if len(self._sides) == 1:
+            return False
+        self._sides = [self._before or self._sides[0]]
+        self._before = None
+        return True
 
     def chats(self) -> list[dict[str, Any]]:
         """Return the messages, one chat per side."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -102,15 +103,21 @@ def write_file(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        _sync_directory(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise OutputError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _sync_directory(path: Path) -> None:
+    """Make the names in a directory durable; Windows cannot open one, and does so by itself."""
+    if sys.platform != "win32":
+        directory = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
 
 
 class MetricsFile:
@@ -147,8 +154,6 @@ class MetricsFile:
 @contextlib.contextmanager
 def opened(out: Path) -> Iterator[None]:
     """Create the directory and lock it against other processes."""
-    import fcntl
-
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / ".lock").open("w")
@@ -156,7 +161,19 @@ def opened(out: Path) -> Iterator[None]:
         raise OutputError(f"cannot use {out} as the output directory: {error.strerror}") from error
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file.fileno())
         except OSError:
             raise OutputError(f"another tinsmith train is using {out}; wait for it, or choose another --out") from None
         yield
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file until it is closed; raise OSError if another process has locked it."""
+    if sys.platform == "win32":
+        import msvcrt
+
+        msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+    else:
+        import fcntl
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import sys
 import threading
 import time
 import weakref
@@ -131,4 +132,5 @@ class LimitsByServer:
 
 SHARED = LimitsByServer()
 """The one table of this process, since sharing between clients is its purpose."""
-os.register_at_fork(after_in_child=SHARED.forget)
+if sys.platform != "win32":  # where processes do not fork
+    os.register_at_fork(after_in_child=SHARED.forget)

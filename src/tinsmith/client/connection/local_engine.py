@@ -52,6 +52,12 @@ NOT_INSTALLED = (
     "or TINKER_API_KEY alone (a key that begins with tml-) for the hosted service."
 )
 
+ON_WINDOWS = (
+    "The server and the local engine do not run on Windows. "
+    "Run them in WSL2 (https://learn.microsoft.com/windows/wsl/install), "
+    "or set TINKER_BASE_URL and TINKER_API_KEY for a server elsewhere."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Address:
@@ -114,16 +120,14 @@ def running_address(config: EmbeddedConfig) -> Address | None:
 
 def server_process(data_dir: Path) -> int | None:
     """Return the process of the server that uses a data directory, if there is one."""
-    import fcntl
+    with contextlib.suppress(OSError, ValueError), (data_dir / SERVER_LOCK_FILE).open() as file:
+        if sys.platform != "win32":  # where no server is started
+            import fcntl
 
-    try:
-        with (data_dir / SERVER_LOCK_FILE).open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return int(file.read().strip() or 0)
-    except (OSError, ValueError):
-        pass
     return None
 
 
@@ -176,8 +180,15 @@ def local_server(
 
 def check_installed() -> None:
     """Raise an error that says what to install if the server's packages are missing."""
+    check_platform()
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn", "torch")):
         raise TinkerError(NOT_INSTALLED)
+
+
+def check_platform() -> None:
+    """Raise an error on Windows, which lacks the signals, sockets and file locks that servers and engines use."""
+    if sys.platform == "win32":
+        raise TinkerError(ON_WINDOWS)
 
 
 def start_server(
@@ -264,7 +275,8 @@ def _let_go(process: subprocess.Popen[bytes]) -> None:
 def _is_alive(address: Address) -> bool:
     """Whether a tinsmith server responds at this URL."""
     try:
-        os.kill(address.pid, 0)
+        if sys.platform != "win32":  # where this would end whichever process has this ID
+            os.kill(address.pid, 0)
         with urllib.request.urlopen(f"{address.url}/healthz", timeout=HEALTH_TIMEOUT_S) as answer:
             return bool(json.load(answer).get("status") == "ok")
     except (OSError, ValueError, urllib.error.URLError):
@@ -303,8 +315,9 @@ def _writable(data_dir: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Hold a lock file; other processes wait for it."""
-    import fcntl
-
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        if sys.platform != "win32":  # where no engine is started
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

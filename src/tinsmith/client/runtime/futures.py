@@ -7,7 +7,9 @@ import concurrent.futures
 import contextlib
 import functools
 import logging
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
@@ -15,6 +17,9 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 from tinsmith.errors import TinkerError
 
 logger = logging.getLogger(__name__)
+
+INTERRUPTIBLE_S = 0.2
+"""The longest wait on Windows during which Ctrl-C is not noticed."""
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -72,11 +77,11 @@ class Future(concurrent.futures.Future[T]):
     def result(self, timeout: float | None = None) -> T:
         """Wait for the result; raise TimeoutError after `timeout` seconds."""
         self._check_thread()
-        return super().result(timeout)
+        return super().result(self._left_to_wait(timeout))
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._check_thread()
-        return super().exception(timeout)
+        return super().exception(self._left_to_wait(timeout))
 
     async def result_async(self, timeout: float | None = None) -> T:
         """Await the result; raise TimeoutError after `timeout` seconds, without cancelling the operation."""
@@ -109,6 +114,15 @@ class Future(concurrent.futures.Future[T]):
         if self.cancelled():
             raise asyncio.CancelledError
         return super().result()
+
+    def _left_to_wait(self, timeout: float | None) -> float | None:
+        """Return the timeout. On Windows, wait first, in pieces: Python notices Ctrl-C there only between them."""
+        if sys.platform == "win32":
+            end = time.monotonic() + (timeout if timeout is not None else threading.TIMEOUT_MAX)
+            while not self.done() and (left_s := end - time.monotonic()) > 0:
+                concurrent.futures.wait([self], min(left_s, INTERRUPTIBLE_S))
+            timeout = 0.0
+        return timeout
 
     def _check_thread(self) -> None:
         if self._runner_thread is threading.current_thread() and not self.done():

@@ -6,7 +6,6 @@ The default model must be available without an account or a choice. It is looked
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
 import logging
 import re
@@ -80,6 +79,8 @@ Fetch = Callable[[Path], Path]
 
 def default_model(cache_dir: Path, sources: Mapping[str, Fetch] | None = None) -> Path:
     """Return the directory of the default model, made from the first source that has it if it is not cached."""
+    import fcntl  # which Windows does not have; `tinsmith doctor` reads names from this module there
+
     cache_dir.mkdir(parents=True, exist_ok=True)
     with (cache_dir / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may start at once; one of them does the work

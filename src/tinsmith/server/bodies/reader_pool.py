@@ -8,6 +8,7 @@ less time than asking a process. docs/decisions/0024-clerks.md has the reasons a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import select
 import subprocess
@@ -97,12 +98,11 @@ class BodyReader:
 
 def _widen(descriptor: int) -> None:
     """Enlarge a pipe's buffer where the system can: fewer system calls for the same bytes."""
-    try:
+    if sys.platform == "linux":
         import fcntl
 
-        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    except (ImportError, AttributeError, OSError):
-        return
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
 
 
 class ReaderPool:
