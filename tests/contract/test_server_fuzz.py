@@ -95,10 +95,12 @@ class World:
         done = await ann.post("asample", sample(sampler, 1))
         await ann.result(done)
         requests = [promise.json["request_id"], done.json["request_id"]]
+        ended = await ann.model(session, 1, base_model=SMALL.name)  # a run must have ended before it can be deleted
+        await ann.result(await ann.post("unload_model", {"model_id": ended}))
         self.ids = {
             "session_id": [session],
             "model_id": [model],
-            "training_run_id": [model],
+            "training_run_id": [model, ended],
             "sampling_session_id": [sampler],
             "sampler_id": [sampler],
             "request_id": requests,

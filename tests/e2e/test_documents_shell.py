@@ -47,7 +47,7 @@ SUBSTITUTED: dict[str, Callable[[Page], str]] = {
 """Placeholders in the documents and their values. The doctor's full check is slow, and tests/e2e/test_cli_engine.py
 runs it."""
 
-PLACEHOLDERS = {"COMMAND": "run", "ID": "1", "moved/*": "."}
+PLACEHOLDERS = {"COMMAND": "run", "ID": "1", "moved/*": ".", "tinker://...": "tinker://run/weights/name"}
 """Placeholders that the command line would not parse, and what it parses instead."""
 
 TINSMITH = f"""#!{sys.executable}

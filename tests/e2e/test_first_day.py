@@ -18,7 +18,7 @@ from typing import IO
 
 import pytest
 from support.releases import NEWEST, OFFICIAL
-from support.terminal import CTRL_D, Terminal
+from support.terminal import CTRL_D, PROMPT, Terminal
 from support.tiny_server import TINSMITH
 
 pytestmark = pytest.mark.real_model
@@ -144,10 +144,10 @@ def test_1_train_on_a_file(day: Day) -> None:
 def test_2_chat_with_the_result(day: Day) -> None:
     command = [*TINSMITH, "chat", "--checkpoint", day.sampler, "--temperature", "0", "--max-tokens", "8"]
     with Terminal(command, day.env) as terminal:
-        terminal.wait_for("> ")
-        terminal.type("What is your name?\r")
+        terminal.wait_for(PROMPT)
+        terminal.type("What is your name?\n")
         terminal.wait_for(r"name\?\s+\S+")
-        terminal.wait_for("> ")
+        terminal.wait_for(PROMPT)
         terminal.type(CTRL_D)
         assert terminal.end() == 0
 
