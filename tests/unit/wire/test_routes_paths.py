@@ -9,6 +9,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.releases import uses
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.types import ParsedCheckpointTinkerPath
@@ -89,7 +90,7 @@ def test_no_two_routes_differ_in_parameter_names_only() -> None:
 
 
 def test_the_newest_release_uses_these_44_paths() -> None:
-    used = {route.path.removeprefix(PREFIX) for route in ROUTES if route.is_used_by("0.36.0")}
+    used = {route.path.removeprefix(PREFIX) for route in ROUTES if uses("0.36.0", route)}
     assert used == set(PATHS_OF_0_36)
     assert len(used) == 44
 
@@ -132,9 +133,9 @@ def test_the_request_types_of_futures_are_the_protocols() -> None:
 @pytest.mark.parametrize(("name", "bounds"), OLD_ONLY.items())
 def test_a_retired_route_is_used_up_to_its_last_release(name: str, bounds: tuple[str, str]) -> None:
     last, first_without = bounds
-    assert BY_NAME[name].is_used_by("0.3.0")
-    assert BY_NAME[name].is_used_by(last)
-    assert not BY_NAME[name].is_used_by(first_without)
+    assert uses("0.3.0", BY_NAME[name])
+    assert uses(last, BY_NAME[name])
+    assert not uses(first_without, BY_NAME[name])
 
 
 @pytest.mark.parametrize(
@@ -151,10 +152,10 @@ def test_a_retired_route_is_used_up_to_its_last_release(name: str, bounds: tuple
     ],
 )
 def test_a_route_is_used_from_its_first_release_on(name: str, before: str, first: str) -> None:
-    assert not BY_NAME[name].is_used_by(before)
-    assert BY_NAME[name].is_used_by(first)
-    assert BY_NAME[name].is_used_by("0.36.0")
-    assert BY_NAME[name].is_used_by("1.0.0")
+    assert not uses(before, BY_NAME[name])
+    assert uses(first, BY_NAME[name])
+    assert uses("0.36.0", BY_NAME[name])
+    assert uses("1.0.0", BY_NAME[name])
 
 
 def test_every_retired_route_is_listed_here() -> None:
@@ -163,7 +164,7 @@ def test_every_retired_route_is_listed_here() -> None:
 
 def test_versions_are_compared_as_numbers() -> None:
     route = Route(name="x", method="GET", path="/x", since="0.9", until="0.10", door=ELSEWHERE)
-    assert [route.is_used_by(f"0.{minor}.0") for minor in (8, 9, 10, 11)] == [False, True, True, False]
+    assert [uses(f"0.{minor}.0", route) for minor in (8, 9, 10, 11)] == [False, True, True, False]
 
 
 # URLs

@@ -39,14 +39,14 @@ class Bucket:
     level: float
     at: float
 
-    def take(self, now: float, amount: float = 1.0) -> float:
-        """Take tokens and return 0, or return the seconds until there are enough."""
+    def take(self, now: float) -> float:
+        """Take a token and return 0, or return the seconds until there is one."""
         self.level = min(self.size, self.level + (now - self.at) * self.rate)
         self.at = now
-        if self.level >= amount:
-            self.level -= amount
+        if self.level >= 1:
+            self.level -= 1
             return 0.0
-        return (amount - self.level) / self.rate
+        return (1 - self.level) / self.rate
 
 
 class Admission:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkpoint_files import verify_checkpoint
 
-from tinsmith.engine.checkpoints.format import read_checkpoint, verify_checkpoint
+from tinsmith.engine.checkpoints.format import read_checkpoint
 from tinsmith.engine.checkpoints.peft_import import as_checkpoint
 from tinsmith.engine.models.tiny import make_tiny
 from tinsmith.errors import InvalidInputError

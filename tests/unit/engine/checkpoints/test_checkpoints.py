@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.checkpoint_files import verify_checkpoint
 from support.failing_disk import FailingDisk, FullDisk, ShortWrites
 from torch import Tensor
 
-from tinsmith.engine.checkpoints.durable_files import PARTIAL, REPLACED, tidy
+from tinsmith.engine.checkpoints.durable_files import DISK, PARTIAL, REPLACED, DurableDisk, tidy, whole_directory
 from tinsmith.engine.checkpoints.format import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -20,7 +21,6 @@ from tinsmith.engine.checkpoints.format import (
     adapted_modules,
     read_checkpoint,
     read_manifest,
-    verify_checkpoint,
     write_checkpoint,
 )
 from tinsmith.engine.training.adamw import AdamW
@@ -52,6 +52,13 @@ def trained(seed: int = 0) -> tuple[dict[str, Tensor], AdamW]:
 def save(directory: Path, seed: int = 0, **options: object) -> None:
     weights, optimizer = trained(seed)
     write_checkpoint(directory, INFO, weights, optimizer.state(), **options)  # type: ignore[arg-type]
+
+
+def replace(directory: Path, new: Path, disk: DurableDisk = DISK) -> None:
+    """Put the files of one directory in place of another, as an export that may overwrite does."""
+    with whole_directory(directory, overwrite=True, disk=disk) as partial:
+        for path in sorted(new.iterdir()):
+            disk.write_file(partial / path.name, path.read_bytes())
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -165,13 +172,15 @@ def test_names_that_peft_would_not_use_are_refused(tmp_path: Path) -> None:
 
 
 def test_existing_checkpoints_are_replaced_only_if_asked(tmp_path: Path) -> None:
-    save(tmp_path / "c", seed=0)
-    with pytest.raises(InvalidInputError, match="'c' already exists; choose another name or overwrite it"):
-        save(tmp_path / "c", seed=1)
-    assert same(read_checkpoint(tmp_path / "c", with_optimizer=False).weights, trained(0)[0])
-    save(tmp_path / "c", seed=1, overwrite=True)
-    assert same(read_checkpoint(tmp_path / "c", with_optimizer=False).weights, trained(1)[0])
-    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    old, new = tmp_path / "all" / "c", tmp_path / "new"
+    save(old, seed=0)
+    with pytest.raises(InvalidInputError, match="'c' already exists; choose another name"):
+        save(old, seed=1)
+    assert same(read_checkpoint(old, with_optimizer=False).weights, trained(0)[0])
+    save(new, seed=1)
+    replace(old, new)
+    assert same(read_checkpoint(old, with_optimizer=False).weights, trained(1)[0])
+    assert [path.name for path in old.parent.iterdir()] == ["c"]
 
 
 def test_short_writes_are_continued(tmp_path: Path) -> None:
@@ -186,9 +195,10 @@ def test_short_writes_are_continued(tmp_path: Path) -> None:
 def test_whatever_step_fails_the_name_holds_a_whole_checkpoint_or_what_it_held(
     tmp_path: Path, exists_before: bool
 ) -> None:
-    counting = FailingDisk()
+    counting, new = FailingDisk(), tmp_path / "new"
+    save(new, seed=1)
     save(tmp_path / "count" / "c", seed=0)
-    save(tmp_path / "count" / "c", seed=1, overwrite=True, disk=counting)
+    replace(tmp_path / "count" / "c", new, counting)
     assert counting.steps == ["write", "fsync"] * 4 + ["fsync", "rename", "rename", "fsync", "remove"]
     expected = len(counting.steps) - (0 if exists_before else 2)
     for step in range(expected):
@@ -197,14 +207,16 @@ def test_whatever_step_fails_the_name_holds_a_whole_checkpoint_or_what_it_held(
         if exists_before:
             save(parent / "c", seed=0)
         if exists_before and step == expected - 1:  # removing the old one can fail without harm
-            save(parent / "c", seed=1, overwrite=True, disk=FailingDisk(step))
+            replace(parent / "c", new, FailingDisk(step))
             assert same(read_checkpoint(parent / "c", with_optimizer=True).weights, trained(1)[0])
             assert len(tidy(parent)) == 1
+        elif exists_before:
+            with pytest.raises(OSError, match="ENOSPC"):
+                replace(parent / "c", new, FailingDisk(step))
+            assert same(read_checkpoint(parent / "c", with_optimizer=True).weights, trained(0)[0])
         else:
             with pytest.raises(TinkerError, match="was not saved, and no files were left behind"):
-                save(parent / "c", seed=1, overwrite=True, disk=FailingDisk(step))
-            if exists_before:
-                assert same(read_checkpoint(parent / "c", with_optimizer=True).weights, trained(0)[0])
+                save(parent / "c", seed=1, disk=FailingDisk(step))
         assert [path.name for path in parent.iterdir()] == (["c"] if exists_before else [])
 
 
@@ -222,12 +234,13 @@ class CrashingDisk(FailingDisk):
 
 
 def test_after_a_crash_at_any_step_tidying_gives_the_old_or_the_new(tmp_path: Path) -> None:
-    outcomes = []
+    outcomes, new = [], tmp_path / "new"
+    save(new, seed=1)
     for step in range(13):
         parent = tmp_path / f"at{step}"
         save(parent / "c", seed=0)
         with pytest.raises(Crash):
-            save(parent / "c", seed=1, overwrite=True, disk=CrashingDisk(step))
+            replace(parent / "c", new, CrashingDisk(step))
         assert all(path.name == "c" or path.name.endswith((PARTIAL, REPLACED)) for path in parent.iterdir())
         tidy(parent)
         assert [path.name for path in parent.iterdir()] == ["c"]
