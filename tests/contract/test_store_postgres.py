@@ -201,7 +201,7 @@ def test_a_commit_is_durable_whatever_the_servers_default_is(postgres: PostgresS
     ("error", "kind", "text"),
     [
         (psycopg.errors.DiskFull("disk"), StorageFullError, "x: no space for the database (disk). Free some"),
-        (psycopg.errors.ReadOnlySqlTransaction("ro"), StoreError, "Give the address of the primary, not of a replica."),
+        (psycopg.errors.ReadOnlySqlTransaction("ro"), StoreError, "Use the address of the primary, not of a replica."),
         (psycopg.errors.UndefinedTable("gone"), UnstorableError, "x: gone"),
     ],
 )

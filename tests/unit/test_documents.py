@@ -119,6 +119,7 @@ def broken_links(path: Path) -> list[str]:
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [list(head), *map(list, rows)]
+    assert not any("\n" in cell for line in lines for cell in line), "a line break would end the table"
     lines.insert(1, ["---"] * len(lines[0]))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -282,11 +283,16 @@ def extensions_table() -> str:
                 f"`{route.path}`",
                 _scope_cell(route.door),
                 route.door.body.name,
-                inspect.getdoc(own.HANDLERS[route.name]) or "",
+                _first_paragraph(inspect.getdoc(own.HANDLERS[route.name]) or ""),
             )
             for route in OWN_ROUTES
         ),
     )
+
+
+def _first_paragraph(text: str) -> str:
+    """Return what fits into a cell: a blank line would end the table."""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def commands_help() -> str:

@@ -561,7 +561,7 @@ def explained(error: psycopg.Error, where: str) -> StoreError:
         return UnstorableError(f"{where}: {text}")
     if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
         return StoreError(
-            f"{where}: the database is read-only ({text}). Give the address of the primary, not of a replica."
+            f"{where}: the database is read-only ({text}). Use the address of the primary, not of a replica."
         )
     if isinstance(error, psycopg.OperationalError):
         return StoreUnavailableError(

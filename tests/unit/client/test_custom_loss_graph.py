@@ -141,7 +141,7 @@ def loss_of(body: str, parameters: str = "logprobs") -> Any:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("return (logprobs * TENSOR).sum(), {}", r"operator.mul gets a tensor of shape \(3,\) that is no parameter"),
+        ("return (logprobs * TENSOR).sum(), {}", r"operator.mul gets a tensor of shape \(3,\) that is not a parameter"),
         ("return torch.dot(logprobs, TENSOR), {}", "torch.dot gets a tensor of shape"),
         ("return logprobs.sum() + torch.tensor(1.0), {}", "operator.add gets a tensor|add gets a tensor"),
         ("return MODULE(logprobs).sum(), {}", "calls the module Linear"),
@@ -152,7 +152,7 @@ def loss_of(body: str, parameters: str = "logprobs") -> Any:
         ("return logprobs.sum() * float(logprobs.mean()), {}", "cannot be traced by torch.fx"),
         ("return logprobs.item(), {}", r"calls item\(\), which leaves torch"),
         ("return logprobs.sum(), {'custom/a:sum': logprobs.tolist()}", r"calls tolist\(\)"),
-        ("return logprobs.no_such_thing(), {}", r"calls no_such_thing\(\), which is no method of a tensor"),
+        ("return logprobs.no_such_thing(), {}", r"calls no_such_thing\(\), which is not a method of a tensor"),
         ("return logprobs.sum() * 1j, {}", "operator.mul gets a complex, which cannot be sent"),
         ("return logprobs.sum() * np.float32(2), {}", "operator.mul gets a float32, which cannot be sent"),
         ("return logprobs.index_select(0, range(2)).sum(), {}", "index_select gets a range"),
@@ -163,7 +163,7 @@ def loss_of(body: str, parameters: str = "logprobs") -> Any:
             "operator.mul runs under",
         ),
         ("with torch.autocast('cpu'):\n        return (logprobs * 2).sum(), {}", "operator.mul runs under"),
-        ("return torch.ones(2).sum(), {}", r"the result gets a tensor of shape \(\) that is no parameter"),
+        ("return torch.ones(2).sum(), {}", r"the result gets a tensor of shape \(\) that is not a parameter"),
         ("return 1.0, {}", "the loss must be computed from the parameters, got 1.0"),
         ("return logprobs.sum()", r"must return \(loss, metrics\)"),
         ("return logprobs.sum(), {}, 1", r"must return \(loss, metrics\)"),
@@ -210,7 +210,7 @@ class Callable:
         (lambda logprobs, *rest: 0, {"logprobs": 1}, r"parameter \*rest must be positional"),
         (lambda logprobs, *, beta: 0, {"logprobs": 1, "beta": 0}, "parameter beta must be positional"),
         (lambda logprobs, beta=1: 0, {"logprobs": 1, "beta": 0}, "parameter beta=1 has a default"),
-        (lambda logprobs, ß: 0, {"logprobs": 1, "ß": 0}, "'ß' must be of lower-case letters"),
+        (lambda logprobs, ß: 0, {"logprobs": 1, "ß": 0}, "'ß' must consist of lower-case letters"),
         (lambda logprobs: 0, {}, r"input_ranks has \[\], the parameters are \['logprobs'\]"),
         (lambda logprobs: 0, {"logprobs": 1, "x": 1}, "input_ranks has"),
         (lambda logprobs: 0, {"logprobs": 0}, r"input_ranks\['logprobs'\] is 0; allowed are \(1, 2\)"),
@@ -237,7 +237,7 @@ def test_errors_of_the_function_itself_pass_through() -> None:
 
 def test_a_graph_with_other_nodes_is_refused() -> None:
     module = torch.fx.symbolic_trace(torch.nn.Sequential(torch.nn.ReLU()))
-    with pytest.raises(InvalidInputError, match="reads 0, which is no parameter"):
+    with pytest.raises(InvalidInputError, match="reads 0, which is not a parameter"):
         encode_graph(module)
 
 

@@ -99,8 +99,8 @@ def test_a_refusal_says_since_when_how_often_why_and_until_when() -> None:
     with pytest.raises(APIConnectionError) as caught:
         breaker.check("asample")
     assert str(caught.value) == (
-        "asample: not sent, because the last 3 requests failed. No request has been sent for 4.0 s; the next may be in"
-        " 6.0 s. Last error: POST http://localhost:8000/api/v1/asample: nothing listens there."
+        "asample: not sent, because the last 3 requests failed. No request has been sent for 4.0 s; the next one may"
+        " be sent in 6.0 s. Last error: POST http://localhost:8000/api/v1/asample: nothing listens there."
     )
     assert caught.value.request == REQUEST
     assert caught.value.retryable

@@ -58,7 +58,7 @@ def fetch(hub_id: str) -> Path:
 
 
 def _first_line(error: Exception) -> str:
-    """Return what an error says first; those of the hub go on with advice that does not fit here."""
+    """Return the first line of an error; the hub's errors continue with advice that does not fit here."""
     return next(iter(str(error).strip().splitlines()), "")
 
 

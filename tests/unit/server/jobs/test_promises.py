@@ -1,4 +1,4 @@
-"""Promises, those who wait for them, and feeds of completions."""
+"""Promises, those who wait for them, and logs of completions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from support.in_process import Clock, run, settled
 
 from tinsmith.server.jobs import pending_results
-from tinsmith.server.jobs.pending_results import Broker, Feed, Outcome, Promise
+from tinsmith.server.jobs.pending_results import Broker, CompletionLog, Outcome, Promise
 
 DONE = Outcome(b"{}", "json")
 
 
-def promise(request_id: str = "r1", lane: str = "lane", feed: tuple[str, int] | None = None) -> Promise:
+def promise(request_id: str = "r1", lane: str = "lane", sampling_client: tuple[str, int] | None = None) -> Promise:
     return Promise(
         request_id=request_id,
         kind="sample",
@@ -22,7 +22,7 @@ def promise(request_id: str = "r1", lane: str = "lane", feed: tuple[str, int] | 
         org_id="o",
         user_id="u",
         created_at=0.0,
-        feed=feed,
+        sampling_client=sampling_client,
     )
 
 
@@ -109,13 +109,13 @@ def test_what_belongs_to_lanes_that_are_over_is_let_go() -> None:
         for lane in ("a", "b"):
             broker.open(promise(f"of-{lane}", lane, (lane, 0)))
             broker.settle(f"of-{lane}", DONE)
-        kept = broker.feed("o", ("b", 0))
-        dropped = broker.feed("o", ("a", 0))
+        kept = broker.completion_log("o", ("b", 0))
+        dropped = broker.completion_log("o", ("a", 0))
         broker.forget(["a"])
         assert broker.recent("of-a") is None
         assert broker.recent("of-b") is not None
-        assert broker.feed("o", ("b", 0)) is kept
-        assert broker.feed("o", ("a", 0)) is not dropped
+        assert broker.completion_log("o", ("b", 0)) is kept
+        assert broker.completion_log("o", ("a", 0)) is not dropped
 
     run(scenario())
 
@@ -124,12 +124,12 @@ def test_completions_of_a_sampler_come_in_order_behind_a_cursor() -> None:
     async def scenario() -> None:
         clock = Clock(5.0)
         broker = Broker(clock)
-        feed = broker.feed("o", ("s", 0))
-        assert feed.began == 5_000_000
+        log = broker.completion_log("o", ("s", 0))
+        assert log.began == 5_000_000
         for number, outcome in enumerate((DONE, Outcome(b"{}", "error"), Outcome(b"12345", "protobuf"))):
             broker.open(promise(f"r{number}", "s", ("s", 0)))
             broker.settle(f"r{number}", outcome)
-        events = feed.after(feed.began)
+        events = log.after(log.began)
         assert [(event.request_id, event.size_bytes, event.is_error) for event in events] == [
             ("r0", 2, False),
             ("r1", 2, True),
@@ -137,59 +137,59 @@ def test_completions_of_a_sampler_come_in_order_behind_a_cursor() -> None:
         ]
         cursors = [event.cursor for event in events]
         assert cursors == sorted(set(cursors))
-        assert [event.request_id for event in feed.after(events[0].cursor)] == ["r1", "r2"]
-        assert feed.after(events[-1].cursor) == []
+        assert [event.request_id for event in log.after(events[0].cursor)] == ["r1", "r2"]
+        assert log.after(events[-1].cursor) == []
 
     run(scenario())
 
 
 def test_cursors_grow_when_the_clock_stands_still_or_goes_back() -> None:
     clock = Clock(10.0)
-    feed = Feed(clock)
+    log = CompletionLog(clock)
     for number in range(3):
         clock.advance(-1)
-        feed.add(f"r{number}", 0, is_error=False)
-    cursors = [event.cursor for event in feed.after(0)]
+        log.add(f"r{number}", 0, is_error=False)
+    cursors = [event.cursor for event in log.after(0)]
     assert cursors == [10_000_001, 10_000_002, 10_000_003]
     clock.now = 20.0
-    feed.add("later", 0, is_error=False)
-    assert feed.after(0)[-1].cursor == 20_000_000
+    log.add("later", 0, is_error=False)
+    assert log.after(0)[-1].cursor == 20_000_000
 
 
 def test_a_poll_of_a_feed_waits_for_the_first_completion() -> None:
     async def scenario() -> None:
-        feed = Feed(Clock())
-        assert await feed.wait(feed.began, 0.0) == []
-        polls = [asyncio.create_task(feed.wait(feed.began, 3600)) for _ in range(2)]
+        log = CompletionLog(Clock())
+        assert await log.wait(log.began, 0.0) == []
+        polls = [asyncio.create_task(log.wait(log.began, 3600)) for _ in range(2)]
         await settled()
-        feed.add("r1", 1, is_error=False)
-        feed.add("r2", 1, is_error=False)
+        log.add("r1", 1, is_error=False)
+        log.add("r2", 1, is_error=False)
         found: Any = await asyncio.gather(*polls)
         assert [[event.request_id for event in events] for events in found] == [["r1", "r2"]] * 2
-        assert [event.request_id for event in await feed.wait(feed.began, 3600)] == ["r1", "r2"]
+        assert [event.request_id for event in await log.wait(log.began, 3600)] == ["r1", "r2"]
 
     run(scenario())
 
 
 def test_a_full_feed_says_from_where_the_store_must_be_asked(monkeypatch: Any) -> None:
     monkeypatch.setattr(pending_results, "KEPT_EVENTS", 3)
-    feed = Feed(Clock(1.0))
+    log = CompletionLog(Clock(1.0))
     for number in range(5):
-        feed.add(f"r{number}", 0, is_error=False)
-    kept = feed.after(0)
+        log.add(f"r{number}", 0, is_error=False)
+    kept = log.after(0)
     assert [event.request_id for event in kept] == ["r2", "r3", "r4"]
-    assert feed.began == kept[0].cursor - 1  # what is not in memory is not behind this cursor
+    assert log.began == kept[0].cursor - 1  # what is not in memory is not behind this cursor
 
 
 def test_feeds_are_bounded_and_the_longest_unused_goes(monkeypatch: Any) -> None:
-    monkeypatch.setattr(pending_results, "MAX_FEEDS", 2)
+    monkeypatch.setattr(pending_results, "MAX_COMPLETION_LOGS", 2)
 
     async def scenario() -> None:
         broker = Broker()
-        first, second = broker.feed("o", ("lane", 0)), broker.feed("o", ("lane", 1))
-        assert broker.feed("o", ("lane", 0)) is first
-        broker.feed("o", ("lane", 2))
-        assert broker.feed("o", ("lane", 0)) is first
-        assert broker.feed("o", ("lane", 1)) is not second
+        first, second = broker.completion_log("o", ("lane", 0)), broker.completion_log("o", ("lane", 1))
+        assert broker.completion_log("o", ("lane", 0)) is first
+        broker.completion_log("o", ("lane", 2))
+        assert broker.completion_log("o", ("lane", 0)) is first
+        assert broker.completion_log("o", ("lane", 1)) is not second
 
     run(scenario())

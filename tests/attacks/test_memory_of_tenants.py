@@ -1,4 +1,4 @@
-"""What is remembered for one tenant is not forgotten for another's sake: feeds, results, tokens, telemetry."""
+"""One tenant cannot push another's data out of memory: completion logs, results, tokens, telemetry."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ def poll(sampler: str, clone: int = 0, **fields: Any) -> dict[str, Any]:
     return {"target": {"sampling_session_id": sampler, "cloned_sampler_id": clone}, **fields}
 
 
-def test_polls_of_one_tenant_do_not_evict_the_feed_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More polls than feeds are remembered, while another's batch poll waits: it hears of its sample at once."""
-    monkeypatch.setattr(pending_results, "MAX_FEEDS", 20)
+def test_polls_of_one_tenant_do_not_evict_the_completion_log_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More polls than logs are kept, while another tenant's batch poll waits: it learns of its sample at once."""
+    monkeypatch.setattr(pending_results, "MAX_COMPLETION_LOGS", 20)
 
     async def scenario() -> None:
         backend = Recorder(hold=(gate := Gate("sample")))
@@ -45,9 +47,9 @@ def test_polls_of_one_tenant_do_not_evict_the_feed_of_another(tmp_path: Path, mo
     run(scenario())
 
 
-def test_a_feed_that_is_forgotten_lets_its_poll_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tenant's own polls can push out its feeds; who waits on one is told to ask again, and hears of everything."""
-    monkeypatch.setattr(pending_results, "MAX_FEEDS", 5)
+def test_a_log_that_is_dropped_lets_its_poll_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant's own polls can push out its logs; a client that waits on one asks again, and misses nothing."""
+    monkeypatch.setattr(pending_results, "MAX_COMPLETION_LOGS", 5)
 
     async def scenario() -> None:
         backend = Recorder(hold=(gate := Gate("sample")))
