@@ -169,7 +169,7 @@ def test_defaults() -> None:
         breaker.failed("x", ERRORS["down"])
     breaker.check("x")
     breaker.failed("x", ERRORS["down"])
-    with pytest.raises(APIConnectionError, match=r"last 10 requests.*may be in (10\.0|9\.9) s"):
+    with pytest.raises(APIConnectionError, match=r"last 10 requests.*may be sent in (10\.0|9\.9) s"):
         breaker.check("x")
 
 
