@@ -10,7 +10,7 @@ all where a datum has no such input.
 The distributions themselves are not here, only the logprobs of tokens that were sampled. Entropy and KL are therefore
 estimated, and an estimator with the right value need not have the right gradient: its gradient leaves out how the
 sampling depends on the model. Each term below says what its value and its gradient estimate, and under which sampling;
-both are unbiased then, which tests/unit/client/test_regularizers.py checks by summing over a whole vocabulary.
+both are unbiased then, which tests/unit/client/losses/test_regularizers.py checks by summing over a whole vocabulary.
 
 `custom_loss` runs the composed loss.
 """
