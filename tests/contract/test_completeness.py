@@ -1,4 +1,4 @@
-"""Nothing that a release of the official SDK knows is missing from our tables, and nothing is dated wrongly."""
+"""Our tables contain everything that each official release has, and every note of a release is correct."""
 
 from __future__ import annotations
 

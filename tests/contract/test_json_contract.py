@@ -1,4 +1,4 @@
-"""JSON both ways, for every message and every release: what we write is read there, what it writes is read here."""
+"""JSON in both directions, for every message and every release: each side reads what the other writes."""
 
 from __future__ import annotations
 

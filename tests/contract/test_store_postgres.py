@@ -1,4 +1,4 @@
-"""What is special to PostgreSQL: servers that go away, answers that get lost, deadlocks."""
+"""Behaviour specific to PostgreSQL: servers that disappear, lost confirmations, deadlocks."""
 
 from __future__ import annotations
 

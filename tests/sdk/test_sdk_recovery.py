@@ -1,4 +1,4 @@
-"""A run that the server lost goes on from its last checkpoint, and the program is told how far it fell back."""
+"""A run that the server lost resumes from its last checkpoint, and the program learns how many steps were lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests, answers, redirects, and the words for an answer that did not come."""
+"""Requests, responses, redirects, and the error messages for a missing response."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The circuit breaker as a table, and the gate that lets so many in at once."""
+"""The circuit breaker as a table, and the gate that limits concurrent requests."""
 
 from __future__ import annotations
 
