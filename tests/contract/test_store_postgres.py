@@ -15,7 +15,8 @@ from support.stores import postgres_stores, run
 
 from tinsmith.errors import StorageFullError, StoreError, StoreUnavailableError, UnstorableError
 from tinsmith.store.base import statement
-from tinsmith.store.postgres import PostgresStore, explained
+from tinsmith.store.postgres import PostgresStore
+from tinsmith.store.postgres_commit import explained
 from tinsmith.store.rows import OrgRow, UsageRow
 
 HOURS = {"org_id": "org-1", "since_hour": 0, "until_hour": 1000}
