@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import click
 import limit_tables
 import pytest
+import test_layers
 
 from tinsmith import errors
 from tinsmith.cli.main import main as cli
@@ -326,6 +327,17 @@ def decisions_table() -> str:
     )
 
 
+def rooms_table() -> str:
+    """Return the order of the sub-packages in each layer, as the layer test enforces it."""
+    return table(
+        ("Layer", "Floors, bottom to top"),
+        (
+            (f"`{layer}`", " → ".join(", ".join(f"`{room}`" for room in sorted(rooms)) for rooms in floors))
+            for layer, floors in test_layers.ROOMS.items()
+        ),
+    )
+
+
 def _status(text: str) -> str:
     status = text.partition("\n## Status\n")[2].partition("\n## ")[0]
     return " ".join(status.split())
@@ -345,6 +357,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "extensions": extensions_table,
     "commands": commands_help,
     "decisions": decisions_table,
+    "rooms": rooms_table,
 }
 
 
