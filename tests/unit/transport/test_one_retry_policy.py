@@ -1,4 +1,4 @@
-"""Nothing in the client retries by itself: every pause is the retry policy's, or has another reason that is listed here."""
+"""Nothing in the client retries by itself: every pause is the retry policy's, or its other reason is listed here."""
 
 from __future__ import annotations
 
