@@ -16,7 +16,7 @@ datum = types.Datum(
 
 
 def focal(data, logprobs):
-    """Cross-entropy that cares less for tokens the model already knows."""
+    """Cross-entropy with less weight on tokens that the model already knows."""
     loss = sum((-row * (1 - row.exp()) ** 2).mean() for row in logprobs)
     known = sum((row.exp() > 0.5).float().mean() for row in logprobs) / len(logprobs)
     return loss, {"known": known}

@@ -371,29 +371,30 @@ class ServerConfig:
     body_timeout_s: float = 30.0
     """Longest pause of a client between two parts of a request body."""
     max_datums: int = 4096
-    """Most datums in one forward_backward."""
+    """Maximum number of datums in one forward_backward."""
     max_request_tokens: int = 4_000_000
-    """Most tokens in one request."""
+    """Maximum number of tokens in one request."""
     max_job_device_s: float = 14_400.0
     """Longest compute time of one forward_backward; beyond it, the request fails and changes nothing."""
     max_loss_device_s: float = 60.0
-    """Longest compute time of an uploaded loss in one forward_backward; beyond it, the request fails likewise."""
+    """Longest compute time of an uploaded loss in one forward_backward; beyond it, the request fails in the same
+    way."""
     max_samples: int = 1024
-    """Most samples in one asample."""
+    """Maximum number of samples in one asample."""
     max_sessions: int = 1000
-    """Most active sessions of one user."""
+    """Maximum number of active sessions of one user."""
     max_models: int = 256
-    """Most live models of one user."""
+    """Maximum number of live models of one user."""
     max_queued: int = 20_000
-    """Most queued requests of one organisation."""
+    """Maximum number of queued requests of one organisation."""
     max_queued_bytes: int = 512 * MB
-    """Most bytes in the bodies of one organisation's queued requests."""
+    """Maximum size of all bodies of one organisation's queued requests."""
     max_held_bytes: int = 256 * MB
-    """Most memory for one organisation's incoming bodies and unread responses."""
+    """Maximum memory for one organisation's incoming bodies and unread responses."""
     max_waits: int = 20_000
-    """Most open long polls and streams of one organisation."""
+    """Maximum number of open long polls and streams of one organisation."""
     max_connections: int = 8192
-    """Most open connections from one IP address."""
+    """Maximum number of open connections from one IP address."""
     read_timeout_s: float = 30.0
     """Longest time for a client to read 128 KB of a response; slower ones are disconnected."""
     requests_per_minute: int | None = None
@@ -401,9 +402,9 @@ class ServerConfig:
     metadata_above_bytes: int = 4 * MB
     """Size above which a result's metadata is sent before the result."""
     disk_cap_bytes: int | None = None
-    """Most disk space for checkpoints; None: whatever the disk has."""
+    """Maximum disk space for checkpoints; None: whatever the disk has."""
     disk_cap_per_org_bytes: int | None = None
-    """Most disk space for all files and rows of one organisation; None: a share that leaves room for the others."""
+    """Maximum disk space for all data of one organisation; None: a share that leaves room for the others."""
     disk_cap_action: Literal["refuse", "delete"] = "refuse"
     """At the cap: `refuse` saves, or first `delete` the oldest training checkpoints (see max_run_checkpoints)."""
     max_run_checkpoints: int | None = None
@@ -437,15 +438,16 @@ class ServerConfig:
     cache_bytes: int | None = None
     """Memory for the KV cache of sampling; None: chosen by the machine's memory."""
     micro_batch_tokens: int = MICRO_BATCH_TOKENS
-    """Tokens that a training pass computes together; a longer datum runs alone. More takes more memory.
-    Results depend on it in the last bits, so it is part of a run's fingerprint."""
+    """Tokens that a training pass computes together; a longer datum runs alone. A higher value takes more memory. The
+    last bits of results depend on it, so it is part of a run's fingerprint."""
     prefill_tokens: int = PREFILL_TOKENS
-    """Prompt tokens computed in one sampler step. More reads prompts faster, and makes running samples wait longer."""
+    """Prompt tokens computed in one sampler step. A higher value computes prompts faster, but makes running samples
+    wait longer."""
     max_batch_sequences: int = MAX_BATCH_SEQUENCES
     """Samples that advance together in one sampler step; others wait."""
     scheduler_quantum_s: float = SCHEDULER_QUANTUM_S
-    """Seconds of the device that each tenant gets per round while several compete. Less is fairer over short times,
-    more switches less often."""
+    """Device seconds that each tenant gets per round while several compete. A lower value is fairer over short periods;
+    a higher one switches less often."""
     client_flags: Mapping[str, bool] = field(default_factory=dict)
     """Overrides of the flags in client/config: a TOML table, or NAME=true,... in the environment."""
 

@@ -1,4 +1,4 @@
-"""The memory that adapters take is what is counted, and one tenant's adapters cost the others none of theirs."""
+"""Adapter memory is counted as it is used, and one tenant's adapters never take another tenant's memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few bytes do not become many: neither in memory while they are read, nor in what is kept."""
+"""A few bytes do not become many: neither in memory while they are decoded, nor in what is stored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""At a limit the tenant that is over it is told so; others notice nothing."""
+"""At a limit, the tenant over it is refused with the reason; others are not affected."""
 
 from __future__ import annotations
 

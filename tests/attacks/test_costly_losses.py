@@ -1,4 +1,4 @@
-"""A costly pass keeps nobody else waiting, ends at its budget or when it is cancelled, and then leaves no trace."""
+"""An expensive pass delays nobody else, ends at its budget or when it is cancelled, and then changes nothing."""
 
 from __future__ import annotations
 

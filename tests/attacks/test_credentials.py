@@ -1,4 +1,4 @@
-"""A key goes to the server that it is for, and to no other: not by default, not by a redirect."""
+"""A key is sent only to the server that it belongs to: not to a default server, not after a redirect."""
 
 from __future__ import annotations
 

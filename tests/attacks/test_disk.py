@@ -1,4 +1,4 @@
-"""Tenants that fill the disk, and a disk that is full: whoever is over its share is refused, and making room works."""
+"""Tenants that fill the disk, and a full disk: a tenant over its share is refused, and deleting still works."""
 
 from __future__ import annotations
 

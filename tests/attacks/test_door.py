@@ -1,4 +1,4 @@
-"""What a key must not do beyond its scopes, what a body must not do before it is read, what a refusal leaves behind."""
+"""What a key must not do beyond its scopes, what a body must not do before it is read, and what a refusal leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No generated request brings the server to a 5xx; `make fuzz` sends a million of them, these are a few thousand."""
+"""No generated request causes a 5xx; `make fuzz` sends a million of them, this sends a few thousand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints from elsewhere, brought along by somebody who lies about them."""
+"""Imported checkpoints whose sender lies about them."""
 
 from __future__ import annotations
 

@@ -70,11 +70,11 @@ def test_pairs_that_belong_together(
         (UNTIED, ONE, RUNS, FILES, "the database db does not belong to an installation"),
         (held(TWO), ONE, NO_RUNS, FILES, "the database db belongs to installation two, but .* to one"),
         (held(OLD), ONE, NO_RUNS, FILES, "is older than .*generation 4 of 5"),
-        (NEW, None, NO_RUNS, FILES, "holds the files of 1 runs, but the database db knows none"),
-        (UNTIED, None, RUNS, OTHERS, "knows none of them"),
-        (held(ONE), None, RUNS, OTHERS, "knows none of them"),
-        (held(ONE), None, RUNS, NO_FILES, "knows 1 runs that have files, but .* holds none.*write .*one"),
-        (UNTIED, None, RUNS, NO_FILES, "knows 1 runs that have files, but .* holds none"),
+        (NEW, None, NO_RUNS, FILES, "holds the files of 1 runs, but the database db has none"),
+        (UNTIED, None, RUNS, OTHERS, "has none of them"),
+        (held(ONE), None, RUNS, OTHERS, "has none of them"),
+        (held(ONE), None, RUNS, NO_FILES, "has 1 runs with files, but .* holds none.*write .*one"),
+        (UNTIED, None, RUNS, NO_FILES, "has 1 runs with files, but .* holds none"),
     ],
 )
 def test_pairs_that_do_not(
@@ -151,9 +151,9 @@ def test_an_installation_of_an_earlier_release_is_taken_over_if_it_is_one(data: 
         server.terminate()
     assert read_identity(data) is not None
     make_old()
-    assert "knows none of them" in refused(data, "--database", str(tmp_path / "absent.sqlite"))
+    assert "has none of them" in refused(data, "--database", str(tmp_path / "absent.sqlite"))
     (tmp_path / "empty").mkdir()
-    assert "knows 1 runs that have files" in refused(tmp_path / "empty", "--database", str(data / "tinsmith.sqlite"))
+    assert "has 1 runs with files" in refused(tmp_path / "empty", "--database", str(data / "tinsmith.sqlite"))
 
 
 def test_a_lost_log_is_found_out(tmp_path: Path) -> None:

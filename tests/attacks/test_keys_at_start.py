@@ -1,4 +1,5 @@
-"""Keys and passwords of a start: no other user of the machine sees them, and none outlives its being given."""
+"""Keys and passwords given at start: other users of the machine cannot see them, and they are valid only while
+given."""
 
 from __future__ import annotations
 

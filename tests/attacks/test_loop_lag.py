@@ -1,4 +1,5 @@
-"""Nothing that a tenant sends holds the loop for 20 ms: every route gets its largest bodies and hostile ones."""
+"""Nothing that a tenant sends blocks the event loop for 20 ms: every route gets its largest bodies, and hostile
+ones."""
 
 from __future__ import annotations
 

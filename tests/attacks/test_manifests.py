@@ -1,4 +1,4 @@
-"""Manifests that a client wrote, in directories that an earlier release took in: nothing that they name is followed."""
+"""Manifests written by a client, in directories that an earlier release accepted: no name in them is followed."""
 
 from __future__ import annotations
 

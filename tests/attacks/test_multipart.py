@@ -1,4 +1,4 @@
-"""Imports sent as multipart/form-data: they mean what a MessagePack import means, and hostile forms are refused."""
+"""Imports sent as multipart/form-data: they equal MessagePack imports, and hostile forms are refused."""
 
 from __future__ import annotations
 

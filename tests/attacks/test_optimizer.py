@@ -1,4 +1,5 @@
-"""Steps that cannot end well: each is refused, nothing is changed, and the engine and its other models go on."""
+"""Optimizer steps that would overflow: each is refused, nothing changes, and the engine and its other models
+continue."""
 
 from __future__ import annotations
 

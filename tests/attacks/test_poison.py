@@ -1,4 +1,4 @@
-"""Requests that kill the engine are failed, and everybody else gets what they would have got."""
+"""Requests that kill the engine fail, and everybody else gets the same results as without them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nobody learns from the cache what another organisation asked, nor takes away what another has in it."""
+"""The cache reveals nothing about other organisations' requests, and no organisation can evict another's entries."""
 
 from __future__ import annotations
 

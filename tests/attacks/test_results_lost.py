@@ -1,4 +1,4 @@
-"""Failures made so that they cannot be explained, finished or written: they end, and take no other result with them."""
+"""Failures that cannot be explained, finished or written: they end, and do not lose any other result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The secret that signs addresses and tokens, and what an address can be for."""
+"""The secret that signs URLs and tokens, and which files a URL can name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine that dies while it starts: accepted work waits for it, with the reason, and is blamed for nothing."""
+"""An engine that dies while it is starting: accepted work waits for it, with the reason, and is not blamed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tenant has stored holds the loop no longer than what it sends: lists, searches, traces, moves."""
+"""Stored data of a tenant does not block the event loop either: lists, searches, traces, moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts that strangers write are read in one pass: twice the text takes about twice the time, whatever is in it."""
+"""Strings from strangers are scanned in one pass: twice the text takes about twice the time, whatever is in it."""
 
 from __future__ import annotations
 

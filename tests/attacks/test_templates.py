@@ -1,4 +1,4 @@
-"""A chat template, which comes from a server or the hub, takes a bounded share of the client's memory and time."""
+"""A chat template, which comes from a server or the hub, can only use a bounded amount of memory and time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names, notes and errors that others wrote reach a terminal as text, never as something that it obeys."""
+"""Names, notes and errors written by others reach a terminal as plain text, never as control characters or markup."""
 
 from __future__ import annotations
 

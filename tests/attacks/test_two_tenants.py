@@ -1,4 +1,4 @@
-"""A server as it is run, with a real engine and two organisations: one attacks, the other must not notice."""
+"""A server as users run it, with a real engine and two organisations: one attacks, and the other must not notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A page in the browser can send requests to the machine that it runs on; a local server answers none of them."""
+"""A web page in a browser can send requests to its own machine; a server on loopback answers none of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Custom losses beside the official client's own."""
+"""Custom losses compared with the official client's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""JSON both ways, for every message and every release: what we write is read there, what it writes is read here."""
+"""JSON in both directions, for every message and every release: each side reads what the other writes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.official import Official, official_release
 from support.official_values import as_binary, assert_same, plain, values_of
+from support.releases import uses
 from support.server_vintages import without_younger
 
 from tinsmith import types
@@ -68,7 +69,7 @@ def test_requests_we_encode_are_accepted(official: Official, cls: type[Message])
 @pytest.mark.parametrize("cls", REQUESTS, ids=lambda cls: cls.__name__)
 def test_requests_it_encodes_are_understood(official: Official, cls: type[Message]) -> None:
     routes = [route for route in ROUTES if route.request is cls]
-    if not official.has_type(cls.__name__) or (routes and not any(r.is_used_by(official.release) for r in routes)):
+    if not official.has_type(cls.__name__) or (routes and not any(uses(official.release, r) for r in routes)):
         pytest.skip(f"{official.release} sends no {cls.__name__}")
 
     @QUICK

@@ -1,4 +1,4 @@
-"""Engine processes: how they start, die, come back and end. Each test uses real processes."""
+"""Engine processes: how they start, die, are restarted and end. Each test uses real processes."""
 
 from __future__ import annotations
 

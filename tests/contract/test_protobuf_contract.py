@@ -1,4 +1,4 @@
-"""Protobuf both ways against the descriptor of each release that has one, and against what it makes of our results."""
+"""Protobuf in both directions, against the descriptor of each release that has one and its reading of our results."""
 
 from __future__ import annotations
 

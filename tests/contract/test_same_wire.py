@@ -1,4 +1,4 @@
-"""One program, run with the official client and with ours: the two streams of requests are the same."""
+"""One program, run with the official client and with ours: both send the same requests."""
 
 from __future__ import annotations
 

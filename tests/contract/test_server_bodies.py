@@ -1,4 +1,4 @@
-"""Bodies that are not what they say, too large, or bombs."""
+"""Bodies that are mislabelled, too large, or decompression bombs."""
 
 from __future__ import annotations
 

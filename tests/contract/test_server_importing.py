@@ -1,4 +1,4 @@
-"""Checkpoints from elsewhere: kept whole, owned, loadable; and everything that is refused."""
+"""Imported checkpoints: stored completely, owned, loadable; and everything that is refused."""
 
 from __future__ import annotations
 

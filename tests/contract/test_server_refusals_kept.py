@@ -1,4 +1,5 @@
-"""Bad requests about what a server keeps (models, samplers, checkpoints, sessions, losses) are refused by name."""
+"""Invalid requests about stored objects (models, samplers, checkpoints, sessions, losses): each error names the
+field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Clients that dawdle or send too much, on real sockets: each is told why and let go, and keeps nobody else out."""
+"""Clients that are slow or send too much, on real sockets: each gets a reason and is disconnected; others are not
+affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Usage by run, project and more, as the server sums it up, device time included; and what it costs to count."""
+"""Usage by run, project and more, as the server sums it up, including device time; and the cost of counting."""
 
 from __future__ import annotations
 

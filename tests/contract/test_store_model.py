@@ -1,4 +1,4 @@
-"""Any mix of concurrent writes gives what the same writes give to a dict, one after another."""
+"""Any mix of concurrent writes has the same effect as the same writes to a dict, one after another."""
 
 from __future__ import annotations
 

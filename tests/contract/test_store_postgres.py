@@ -1,4 +1,4 @@
-"""What is special to PostgreSQL: servers that go away, answers that get lost, deadlocks."""
+"""Behaviour specific to PostgreSQL: servers that disappear, lost confirmations, deadlocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from support.stores import postgres_stores, run
 
 from tinsmith.errors import StorageFullError, StoreError, StoreUnavailableError, UnstorableError
 from tinsmith.store.base import statement
-from tinsmith.store.postgres import PostgresStore, explained
+from tinsmith.store.postgres import PostgresStore
+from tinsmith.store.postgres_commit import explained
 from tinsmith.store.rows import OrgRow, UsageRow
 
 HOURS = {"org_id": "org-1", "since_hour": 0, "until_hour": 1000}
@@ -201,7 +202,7 @@ def test_a_commit_is_durable_whatever_the_servers_default_is(postgres: PostgresS
     ("error", "kind", "text"),
     [
         (psycopg.errors.DiskFull("disk"), StorageFullError, "x: no space for the database (disk). Free some"),
-        (psycopg.errors.ReadOnlySqlTransaction("ro"), StoreError, "Give the address of the primary, not of a replica."),
+        (psycopg.errors.ReadOnlySqlTransaction("ro"), StoreError, "Use the address of the primary, not of a replica."),
         (psycopg.errors.UndefinedTable("gone"), UnstorableError, "x: gone"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What the statements mean, on every engine: keys, lists, jobs, the journal, pruning, checkpoints, usage."""
+"""What the statements do, on every database: keys, lists, jobs, the journal, pruning, checkpoints, usage."""
 
 from __future__ import annotations
 

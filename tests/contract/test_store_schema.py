@@ -1,4 +1,4 @@
-"""Bringing a database up to date: from the first version, from a failed step, and never from a newer one."""
+"""Migrating a database: from the first version, after a failed step, and never from a newer version."""
 
 from __future__ import annotations
 

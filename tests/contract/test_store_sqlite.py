@@ -1,4 +1,4 @@
-"""What is special to SQLite: kill -9, full and locked databases, files, threads and forks."""
+"""Behaviour specific to SQLite: kill -9, full and locked databases, files, threads and forks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers and chat templates beside the official client's choice of them and transformers' own."""
+"""Tokenizers and chat templates compared with the official client's choice and with transformers."""
 
 from __future__ import annotations
 

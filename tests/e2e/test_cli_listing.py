@@ -1,4 +1,4 @@
-"""Commands that look: their tables and JSON, the latter as the official command prints it from the same server."""
+"""Commands that list and show: their tables and JSON; the JSON equals that of the official command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that change something: they do what they say, ask before what cannot be undone, and say what failed."""
+"""Commands that change something: they do what they say, ask before irreversible actions, and report what failed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`status`, `doctor` and `auth`: what they say of servers that are there, gone, not ready or of another make."""
+"""`status`, `doctor` and `auth` with servers that are up, down, not ready, or not tinsmith."""
 
 from __future__ import annotations
 

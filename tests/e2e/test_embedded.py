@@ -1,4 +1,4 @@
-"""The engine that starts by itself, and the real default model: what a newcomer meets first."""
+"""The local engine, which starts by itself, with the real default model: what new users see first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An adapter goes into a server over a bad network: what was lost is sent again, and nothing else; all counts once."""
+"""An adapter is imported over a bad network: only what was lost is sent again, and everything counts once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning end to end: a real engine behind a real server, driven by the official client and by ours."""
+"""Learning end to end: a real server and engine, driven by the official client and by ours."""
 
 from __future__ import annotations
 

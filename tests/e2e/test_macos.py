@@ -1,4 +1,4 @@
-"""The server and the engine on macOS, as far as one can tell without macOS (`support/macos/sitecustomize.py`)."""
+"""The server and the engine on macOS, simulated without macOS (`support/macos/sitecustomize.py`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client on Windows, as far as one can tell without Windows (`support/windows.py`), and what is refused there."""
+"""The client on Windows, simulated without Windows (`support/windows.py`), and what is refused there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands with servers of other times and makes: they work with what there is, and say what there is not."""
+"""The commands with older and other servers: they use what the server has, and say what it lacks."""
 
 from __future__ import annotations
 

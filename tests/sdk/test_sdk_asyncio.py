@@ -1,4 +1,4 @@
-"""Inside a running event loop: nothing that is awaited holds the loop up, and a limit on it is kept."""
+"""Inside a running event loop: no awaited call blocks the loop, and timeouts on it work."""
 
 from __future__ import annotations
 

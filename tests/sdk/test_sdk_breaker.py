@@ -1,4 +1,4 @@
-"""The circuit breaker guards every way to the server, and no operation loses its patience to it."""
+"""The circuit breaker guards every request to the server, and shortens no operation's deadline."""
 
 from __future__ import annotations
 

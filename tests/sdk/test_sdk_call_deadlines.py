@@ -1,4 +1,4 @@
-"""Deadlines of calls: for a whole client or for a block, counted from the call, and told where they were set."""
+"""Deadlines of calls: for a client or for a block, counted from the call; the error says where they were set."""
 
 from __future__ import annotations
 

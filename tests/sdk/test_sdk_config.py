@@ -1,4 +1,4 @@
-"""Settings: argument before environment before file before default, nothing unknown, nothing shared by accident."""
+"""Settings: argument, environment, file and default in this order; unknown names are refused, and nothing is shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses of one's own: the numbers of autograd, in the order of calls, and no run stalled by a loss that fails."""
+"""Custom losses: the numbers of autograd, in call order, and a loss that fails does not block its run."""
 
 from __future__ import annotations
 

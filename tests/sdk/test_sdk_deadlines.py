@@ -1,4 +1,4 @@
-"""Deadlines of a client, and the breaker that stops asking a server that fails."""
+"""Deadlines of a client, and the breaker that stops sending to a server that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of an exported checkpoint: whole, resumed, checked, inside the folder, with progress."""
+"""Files of an exported checkpoint: complete, resumed, verified, inside the folder, with progress."""
 
 from __future__ import annotations
 

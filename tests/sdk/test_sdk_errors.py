@@ -1,4 +1,4 @@
-"""Errors that name the place and the remedy: no server, wrong address, wrong key, wrong data, wrong answers."""
+"""Errors that name the place and the remedy: no server, wrong URL, wrong key, wrong data, wrong responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one kind of future: waited for, awaited, called back, cancelled, from any thread and any loop."""
+"""The one kind of future: waited for, awaited, with callbacks, cancelled, from any thread and any loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients of one server and key share, what others do not, and that nothing of it outlives them."""
+"""What clients of one server and key share, what others do not share, and that nothing outlives the clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers of other times and makes: the core loop works on each, with what it has."""
+"""Older and other servers: the core loop works on each, with what the server has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outages: what was promised as patience is kept, by every operation, and none strands those after it."""
+"""Outages: every operation keeps waiting until its deadline, and none blocks those after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asking for results: pending answers, large results, lost promises, failing servers, one poll for many samples."""
+"""Polling for results: pending responses, large results, lost promises, failing servers, one poll for many samples."""
 
 from __future__ import annotations
 

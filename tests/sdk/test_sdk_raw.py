@@ -1,4 +1,4 @@
-"""Answers as they came: status, headers and bytes of every call, of any path, and streamed into a file."""
+"""Raw responses: status, headers and bytes of every call, of any path, and streamed into a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that the server lost goes on from its last checkpoint, and the program is told how far it fell back."""
+"""A run that the server lost resumes from its last checkpoint, and the program learns how many steps were lost."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_before_can_be_named_and_recoveries_come_to_an_end(
         server.script("optim_step", [LOST])
         error = run.optim_step(STEP).exception(10)
         assert type(error) is kind
-    assert "max_recoveries is used up" in "".join(error.__notes__)  # type: ignore[union-attr]
+    assert "max_recoveries has been reached" in "".join(error.__notes__)  # type: ignore[union-attr]
 
 
 def test_other_failures_are_no_loss(

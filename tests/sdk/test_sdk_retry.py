@@ -1,4 +1,4 @@
-"""Trying again: when, how often, how long after, under which key, and how many words are made of it."""
+"""Retries: when, how often, after which delay, with which idempotency key, and how much is logged."""
 
 from __future__ import annotations
 

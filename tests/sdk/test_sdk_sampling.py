@@ -1,4 +1,4 @@
-"""Sampling: what is asked reaches the wire as it was given, what comes back is what the server drew."""
+"""Sampling: requests reach the wire as they were given, and the results are those of the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens as they are drawn: in order, however the bytes are cut, stopped when nobody listens, refused where unknown."""
+"""Token streams: in order, however the bytes are split; cancelled when nobody reads; refused where not supported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What leaves the program beside its work: events that can be switched off, figures, and never a key."""
+"""What a program sends besides its work: events that can be turned off, metrics, and never a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokenizers that the server serves: used where there are any, and never silently replaced by another."""
+"""Tokenizers that the server serves: used if there are any, and never silently replaced by another."""
 
 from __future__ import annotations
 

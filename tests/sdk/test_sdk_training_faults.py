@@ -1,4 +1,4 @@
-"""Training when something goes wrong: one failure never strands the operations after it."""
+"""Training when something goes wrong: one failure never blocks the operations after it."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class AsgiTransport:
             exchange = self._begin(request, deadline)
             try:
                 status, headers = await exchange.head()
-                if not is_redirect(request, status, headers):
+                if not is_redirect(status, headers):
                     async with aclosing(exchange.chunks()) as chunks:
                         yield StreamedBody(status, headers, request.shown_url, chunks)
                     return

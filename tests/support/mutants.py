@@ -54,9 +54,9 @@ def mutants(area: str, file: str, tests: str, *changes: tuple[str, str]) -> list
     return [Mutant(area, file, right, wrong, named) for right, wrong in changes]
 
 
-LOSSES = "unit/engine/training/test_losses.py"
-OPTIM = "unit/engine/training/test_optim.py"
-DRAWING = "unit/engine/sampling/test_sampling_math.py"
+LOSSES = "unit/engine/training/losses/test_losses.py"
+OPTIM = "unit/engine/training/test_adamw.py"
+DRAWING = "unit/engine/sampling/test_draw.py"
 RUNS = "unit/server/runs/test_runs.py"
 KEYS = "unit/server/auth/test_keys.py"
 RETRY = "unit/transport/test_transport_retry.py"
@@ -92,13 +92,13 @@ MUTANTS: Sequence[Mutant] = [
         ("        self.steps += 1\n", "        self.steps += 0\n"),
     ),
     *mutants(
-        "LoRA", "engine/lora.py", "unit/engine/test_engine_lora.py",
+        "LoRA", "engine/lora.py", "unit/engine/test_lora.py",
         ("return self.alpha / self.rank", "return self.alpha"),
         ("group.A_GRD.add_(grads[key].A_GRD)", "group.A_GRD.copy_(grads[key].A_GRD)"),
         ("torch.Generator().manual_seed(seed % 2**64)", "torch.Generator().manual_seed(0)"),
     ),
     *mutants(
-        "packing", "engine/training/trainer.py", "unit/engine/training/test_engine_packing.py",
+        "packing", "engine/training/trainer.py", "unit/engine/training/test_packing.py",
         ("tokens + length > budget", "tokens + length >= budget"),
         ("start, tokens = index, 0", "start, tokens = index, length"),
         ("kinds[index] != kinds[start]", "kinds[index] != kinds[0]"),
@@ -110,12 +110,12 @@ MUTANTS: Sequence[Mutant] = [
         ("shifted_SV.div_(temperatures_S1)", "shifted_SV.mul_(temperatures_S1)"),
     ),
     *mutants(
-        "drawing", "engine/sampling/draw.py", "unit/engine/sampling/test_random_streams.py",
+        "drawing", "engine/sampling/draw.py", "unit/engine/sampling/test_draw_random.py",
         ("_ROUNDS = 10", "_ROUNDS = 9"),
         ("index_words & _LOW,", "index_words & np.uint64(0),"),
     ),
     *mutants(
-        "order", "server/runs/order.py", "unit/server/runs/test_lanes.py",
+        "order", "server/runs/order.py", "unit/server/runs/test_order.py",
         ("for number in sorted(self._waiting)", "for number in self._waiting"),
         ("number >= self.next and number not in self._waiting", "number >= self.next"),
         ("return number < self.next or number in", "return number <= self.next or number in"),
@@ -140,7 +140,7 @@ MUTANTS: Sequence[Mutant] = [
         ("            after = page[-1].seq\n", "            after = page[0].seq\n"),
     ),
     *mutants(
-        "journal", "server/jobs/lifecycle.py", "unit/server/jobs/test_jobs.py",
+        "journal", "server/jobs/lifecycle.py", "unit/server/jobs/test_lifecycle.py",
         ("            await self._write_for_sure(*self._statements([meaning]))\n",
          "            self._tell(meaning)\n            await self._write_for_sure(*self._statements([meaning]))\n"),
         ("is_same and not is_known", "is_same"),
@@ -150,7 +150,7 @@ MUTANTS: Sequence[Mutant] = [
         ('"PRAGMA synchronous = FULL"', '"PRAGMA synchronous = NORMAL"'),
     ),
     *mutants(
-        "journal", "engine/checkpoints/format.py", "unit/engine/checkpoints/test_checkpoints.py",
+        "journal", "engine/checkpoints/format.py", "unit/engine/checkpoints/test_format.py",
         ("if hashlib.sha256(data).hexdigest() != record.sha256:", "if len(data) != record.bytes:"),
         ("if manifest.digest != manifest.own_digest():", "if not manifest.digest:"),
     ),
@@ -204,29 +204,29 @@ MUTANTS: Sequence[Mutant] = [
         ("error.retryable = known.last is None or known.last.retryable", "error.retryable = True"),
     ),
     *mutants(
-        "retry", "wire/rules/faults.py", "unit/wire/test_faults.py",
+        "retry", "wire/rules/faults.py", "unit/wire/rules/test_faults.py",
         ("return milliseconds / 1000", "return milliseconds"),
     ),
     *mutants(
-        "codecs", "wire/codecs/protobuf.py", "unit/wire/test_codecs.py unit/wire/test_hostile.py",
+        "codecs", "wire/codecs/protobuf.py", "unit/wire/codecs/test_codecs.py unit/wire/codecs/test_hostile.py",
         ("encoded.append(value & 0x7F | 0x80)", "encoded.append(value & 0x7F)"),
     ),
     *mutants(
-        "codecs", "wire/codecs/proto_training.py", "unit/wire/test_codecs.py",
+        "codecs", "wire/codecs/proto_training.py", "unit/wire/codecs/test_codecs.py",
         ("        message.number(6, 1)\n", "        message.number(6, 0)\n"),
     ),
     *mutants(
-        "codecs", "wire/rules/split_join.py", "unit/wire/test_chunking_combining.py",
+        "codecs", "wire/rules/split_join.py", "unit/wire/rules/test_split_join.py",
         ("return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total",
          "return sum(values) / len(values)"),
         ("max(values) - _mean(values, weights)", "max(values) - min(values)"),
     ),
     *mutants(
-        "codecs", "wire/rules/split_join.py", "unit/wire/test_chunking_combining.py",
+        "codecs", "wire/rules/split_join.py", "unit/wire/rules/test_split_join.py",
         ("filled + size > limits.max_bytes", "filled + size >= limits.max_bytes"),
     ),
     *mutants(
-        "codecs", "wire/codecs/zstd.py", "unit/wire/test_zstd.py",
+        "codecs", "wire/codecs/zstd.py", "unit/wire/codecs/test_zstd.py",
         ("        if announced > max_bytes:\n", "        if False:\n"),
         ("if frame.unused_data or position < len(body):", "if False:"),
     ),

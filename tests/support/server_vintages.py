@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from support.releases import line_of
 from tinsmith.wire.routes import table as routes
 from tinsmith.wire.routes.table import Route
 
@@ -44,17 +45,12 @@ class Vintage:
         return route.name in self.route_names
 
 
-def _line(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
-
-
 def _release(version: str) -> Vintage:
-    line = _line(version)
+    line = line_of(version)
     return Vintage(
         name=version,
         line=line,
-        route_names=frozenset(route.name for route in routes.ROUTES if _line(route.since) <= line),
+        route_names=frozenset(route.name for route in routes.ROUTES if line_of(route.since) <= line),
         has_protobuf=line >= PROTOBUF_SINCE,
     )
 
@@ -122,7 +118,7 @@ def _fields(cls: Any) -> dict[str, tuple[tuple[int, int], Any]]:
             hint, *metadata = typing.get_args(hint)
             for meta in metadata:
                 extra = getattr(meta, "extra", None) or {}
-                since = _line(extra["since"]) if "since" in extra else since
+                since = line_of(extra["since"]) if "since" in extra else since
         members = [member for member in typing.get_args(hint) if member is not type(None)]
         is_optional = type(None) in typing.get_args(hint) and len(members) == 1
         found[name] = (since, members[0] if is_optional else hint)

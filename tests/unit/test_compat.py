@@ -1,4 +1,4 @@
-"""Second names: the module paths that programs written for `tinker` import, `as_tinker`, and pydantic's methods."""
+"""Aliases: the module paths that programs written for `tinker` import, `as_tinker`, and pydantic's methods."""
 
 from __future__ import annotations
 

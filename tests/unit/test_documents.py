@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import click
 import limit_tables
 import pytest
+import test_layers
 
 from tinsmith import errors
 from tinsmith.cli.main import main as cli
@@ -119,6 +120,7 @@ def broken_links(path: Path) -> list[str]:
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [list(head), *map(list, rows)]
+    assert not any("\n" in cell for line in lines for cell in line), "a line break would end the table"
     lines.insert(1, ["---"] * len(lines[0]))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
@@ -282,11 +284,16 @@ def extensions_table() -> str:
                 f"`{route.path}`",
                 _scope_cell(route.door),
                 route.door.body.name,
-                inspect.getdoc(own.HANDLERS[route.name]) or "",
+                _first_paragraph(inspect.getdoc(own.HANDLERS[route.name]) or ""),
             )
             for route in OWN_ROUTES
         ),
     )
+
+
+def _first_paragraph(text: str) -> str:
+    """Return what fits into a cell: a blank line would end the table."""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def commands_help() -> str:
@@ -320,6 +327,17 @@ def decisions_table() -> str:
     )
 
 
+def rooms_table() -> str:
+    """Return the order of the sub-packages in each layer, as the layer test enforces it."""
+    return table(
+        ("Layer", "Floors, bottom to top"),
+        (
+            (f"`{layer}`", " → ".join(", ".join(f"`{room}`" for room in sorted(rooms)) for rooms in floors))
+            for layer, floors in test_layers.ROOMS.items()
+        ),
+    )
+
+
 def _status(text: str) -> str:
     status = text.partition("\n## Status\n")[2].partition("\n## ")[0]
     return " ".join(status.split())
@@ -339,6 +357,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "extensions": extensions_table,
     "commands": commands_help,
     "decisions": decisions_table,
+    "rooms": rooms_table,
 }
 
 

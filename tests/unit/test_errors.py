@@ -1,4 +1,4 @@
-"""The exception tree: what is a kind of what, and what survives copying."""
+"""The exception tree: which class derives from which, and what survives copying."""
 
 from __future__ import annotations
 

@@ -98,6 +98,12 @@ import these."""
 IN_CIRCLES = {"tinsmith", "tinsmith.compat", "tinsmith.types"}
 """Modules that may import each other, because the package's public names are loaded when they are first used."""
 OFFICIAL = {"tinker", "tinker_cookbook"}
+WITHOUT_UNIT_TESTS = {
+    Path("cli/manage"),  # tests/e2e/test_cli_*.py call the commands against a server
+    Path("server/bodies"),  # tests/attacks and tests/contract/test_server_bodies.py
+    Path("types"),  # names only; tests/unit/test_public_names.py
+}
+"""Sub-packages whose tests are elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -428,6 +434,14 @@ def test_a_folder_is_an_idea_with_few_entries_and_says_which(folder: Path) -> No
     if folder.name not in ("tinsmith", "types"):
         said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
         assert len(said.splitlines()) >= 3, f"{folder}/__init__.py does not say what is in the folder"
+
+
+def test_the_unit_tests_mirror_the_tree() -> None:
+    ours = Path(__file__).parent
+    folders = {path.parent.relative_to(ours) for path in ours.rglob("test_*.py")}
+    assert sorted(str(folder) for folder in folders if not (SOURCE / "tinsmith" / folder).is_dir()) == []
+    parts = {folder.relative_to(SOURCE / "tinsmith") for folder in FOLDERS} - WITHOUT_UNIT_TESTS
+    assert sorted(str(part) for part in parts if part not in folders) == []
 
 
 def test_no_two_public_classes_have_one_name() -> None:

@@ -1,4 +1,4 @@
-"""The list of mutants fits the tree: `make mutants` would otherwise find out late."""
+"""The list of mutants matches the tree; without this test, only `make mutants` would notice."""
 
 from __future__ import annotations
 

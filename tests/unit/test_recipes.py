@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md is true: the recipe for a loss works as it is written, and the files that it names exist."""
+"""CONTRIBUTING.md is correct: the recipe for a loss works as written, and the files that it names exist."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 16, 34, 48
 """The margins of a curve, where its axes are labelled."""
 COLOURS = ("#b4541a", "#2f7fc1")
 MARKED = 60
-"""Points up to which each one is marked, and tells its value under the pointer."""
+"""Up to this many points, each one is marked and shows its value under the pointer."""
 
 Points = Sequence[tuple[float, float]]
 """Step and value."""

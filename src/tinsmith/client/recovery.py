@@ -152,7 +152,7 @@ class RecoveringTrainingClient:
                 cause.add_note("The run cannot be recovered: it has no checkpoint. Call save_state from time to time.")
                 return cause
             if self._left == 0:
-                cause.add_note("The run was lost again, and max_recoveries is used up.")
+                cause.add_note("The run was lost again, and max_recoveries has been reached.")
                 return cause
             self._left -= 1
             logger.warning("run %s is lost (%s); resuming from %s", lost.model_id, cause, self._checkpoint)

@@ -454,7 +454,7 @@ class SamplingClient:
 
 
 async def _check_base_model(holder: Operations, model_path: str, base_model: str) -> None:
-    """Raise InvalidInputError if a checkpoint belongs to another base model than the caller says."""
+    """Raise InvalidInputError if a checkpoint does not belong to the base model that the caller named."""
     try:
         actual = (await holder.weights_info(model_path)).base_model
     except NotFoundError:

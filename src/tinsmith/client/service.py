@@ -268,7 +268,7 @@ class ServiceClient:
         self._holder.queue_observer = make
 
     def close(self, status: EndStatus = "success", detail: str | None = None) -> PlainFuture[None]:
-        """Finish the session, close all connections and stop the thread. All is done when this returns."""
+        """Finish the session, close all connections and stop the thread. Everything is closed when this returns."""
         done: Future[None] = Future()
         runner = self._holder.connection.runner
         if not runner.is_closed and not runner.is_inherited:

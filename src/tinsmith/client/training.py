@@ -92,7 +92,7 @@ class TrainingClient:
         """Train with your own loss: a callable over logprobs (its gradients are computed here, with torch), or an
         uploaded loss from `ServiceClient.create_custom_loss`."""
         if loss_type_input not in (None, "logprobs"):
-            raise InvalidInputError(f"loss_type_input: only 'logprobs' is known, got {loss_type_input!r}")
+            raise InvalidInputError(f"loss_type_input: only 'logprobs' is supported, got {loss_type_input!r}")
         if isinstance(loss_fn, LossHandle):
             custom_loss.check_inputs(loss_fn, data)
             if loss_fn.loss_id is not None:

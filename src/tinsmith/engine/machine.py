@@ -32,7 +32,7 @@ FORMATS = ("float32", "bfloat16")
 TOLERANCE: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 3e-2}
 """Largest acceptable error, relative to the largest value."""
 CAREFUL: Mapping[str, str] = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
-"""Keeps oneDNN from using the matrix instructions (AMX), which are the ones announced in vain."""
+"""Keeps oneDNN from using the matrix instructions (AMX), which some machines announce but cannot run."""
 TIMEOUT_S = 120.0
 
 

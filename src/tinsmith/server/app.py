@@ -118,7 +118,7 @@ def make_services(
         started = work.started_at or now
         metrics.job(work.row.kind, state, max(0.0, started - work.row.created_at), max(0.0, now - started))
 
-    def forget_run(model_id: str) -> None:  # runs need jobs, and the end of a job may be that of its run
+    def forget_run(model_id: str) -> None:  # runs need jobs, and finishing a job may end its run
         registry.forget_soon(model_id)
 
     file_work = FileWork()

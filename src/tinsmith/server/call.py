@@ -36,7 +36,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     query: Any = None
     """The query as the route's type, if it has one."""
     message: Any = None
-    """The body as the route's type; None for numbered requests: their handlers decode, to close a refused number."""
+    """The body as the route's type; None for numbered requests, whose handlers decode it themselves, so that they can
+    close the number of a request that they refuse."""
     body: bytes = b""
     """The body's bytes, decompressed; empty for a form."""
     form: Mapping[str, bytes] | None = None

@@ -44,7 +44,7 @@ def check_name(name: str, field: str = "path") -> str:
 DIRECTORIES = ("checkpoints", "samplers", "loads", "snapshots", "traces", "uploads")
 """What a data directory has besides the database and single files."""
 OF_RUNS = ("samplers", "snapshots", "loads")
-"""Those whose entries are named after a session, and go when the session is pruned."""
+"""Directories whose entries are named after a session, and are deleted when the session is pruned."""
 DOWNLOADED = ("checkpoints", "traces")
 """Directories whose files can have signed URLs; the database, the secret and the keys are elsewhere."""
 ROOM_S = 0.25

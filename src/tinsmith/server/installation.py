@@ -1,8 +1,8 @@
 """An installation: a database and a data directory that belong together.
 
 Both hold the same id, made at the first start, and a generation that counts up while the server runs, first in the
-database, then in the directory. So a start can recognise a database that is another one, empty, or older than the files
-(an old copy, a lost log) before it changes anything (docs/decisions/0026-installation-id.md).
+database, then in the directory. A starting server can therefore recognise a database that is the wrong one, empty, or
+older than the files (an old copy, a lost log) before it changes anything (docs/decisions/0026-installation-id.md).
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ def judge(
             what = "is new or empty" if found.is_new else "does not belong to an installation"
             raise MismatchError(
                 f"the database {where} {what}, but {data_dir} belongs to installation {recorded.installation_id}. "
-                "Give the database that belongs to it with --database (SQLite: with its -wal file beside it), or start "
-                f"afresh with another --data-dir. If you restored an old copy on purpose, delete {file} first"
+                "Pass the matching database with --database (SQLite: with its -wal file next to it), or start "
+                f"over with another --data-dir. If you restored an old copy on purpose, delete {file} first"
             )
         if held.installation_id != recorded.installation_id:
             raise MismatchError(
                 f"the database {where} belongs to installation {held.installation_id}, but {data_dir} to "
-                f"{recorded.installation_id}. Give a pair that belongs together with --database and --data-dir"
+                f"{recorded.installation_id}. Pass a matching pair with --database and --data-dir"
             )
         if held.generation < recorded.generation:
             raise MismatchError(
@@ -114,15 +114,15 @@ def judge(
     expected = {segment(model_id) for model_id in runs.with_files}
     if names and names.isdisjoint(segment(model_id) for model_id in runs.known):
         raise MismatchError(
-            f"{data_dir} holds the files of {len(names)} runs, but the database {where} knows none of them. Give the "
-            "database that belongs to it with --database, or start afresh with another --data-dir"
+            f"{data_dir} holds the files of {len(names)} runs, but the database {where} has none of them. Pass the "
+            "matching database with --database, or start over with another --data-dir"
         )
     if expected and not names:
         text = msgspec.json.encode(held).decode() if held is not None else None
-        hint = f"; if its files are lost for good, write {text} to {file}" if text is not None else ""
+        hint = f"; if its files are lost, write {text} to {file}" if text is not None else ""
         raise MismatchError(
-            f"the database {where} knows {len(expected)} runs that have files, but {data_dir} holds none. Give the "
-            f"directory that belongs to it with --data-dir{hint}"
+            f"the database {where} has {len(expected)} runs with files, but {data_dir} holds none. Pass the "
+            f"matching directory with --data-dir{hint}"
         )
 
 

@@ -1,7 +1,8 @@
 """What clients and logs may see: strings without secrets, errors without the server's paths, and a log of refusals.
 
 Telemetry may quote requests with their headers, so secrets in it are found in one pass, whatever a stranger wrote.
-Clients get error messages without secrets and without paths; the log has them whole, and repeated ones once a minute.
+Clients get error messages without secrets and without paths; the log has the full messages, and repeated ones once a
+minute.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _HIDDEN = "***"
 
 
 def without_secrets(text: str) -> str:
-    """The text with the values of secret fields, and all that looks like a key, replaced by `***`.
+    """Return the text with the values of secret fields, and everything that looks like a key, replaced by `***`.
 
     A field is found in JSON, in what `repr` writes, and in either of them quoted again: its quotes then have
     backslashes before them, the same number at all four. A value that does not end is hidden to the end of the text.

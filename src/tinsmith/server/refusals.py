@@ -63,7 +63,8 @@ class OverLimitError(RefusedError):
 
 
 class OverBudgetError(OverLimitError):
-    """The key's tokens for the day do not suffice, and they do not reset soon; the message says when. Do not retry."""
+    """The key does not have enough tokens left for the day, and they do not reset soon; the message says when. Do not
+    retry."""
 
     code = "over_budget"
     retryable = False

@@ -14,7 +14,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import InvalidInputError, StoreError
 from tinsmith.store.base import Store
 
 _SCHEME = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]+):")
@@ -30,9 +30,7 @@ def open_store(url_or_path: str | Path) -> Store:
 
         return MemoryStore()
     if scheme in ("postgresql", "postgres"):
-        from tinsmith.store.postgres import PostgresStore
-
-        return PostgresStore(text)
+        return _postgres_store(text)
     if scheme in (None, "sqlite"):
         from tinsmith.store.sqlite import SqliteStore
 
@@ -41,6 +39,14 @@ def open_store(url_or_path: str | Path) -> Store:
         f"database: {scheme}: is not supported; use a path, sqlite:///path, postgresql://... or memory:",
         field="database",
     )
+
+
+def _postgres_store(dsn: str) -> Store:
+    try:
+        from tinsmith.store.postgres import PostgresStore
+    except ImportError as error:
+        raise StoreError(f"a PostgreSQL database needs psycopg ({error}): pip install 'tinsmith[postgres]'") from error
+    return PostgresStore(dsn)
 
 
 def _path(url: str) -> str:

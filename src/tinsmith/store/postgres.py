@@ -15,18 +15,11 @@ import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
-import msgspec
+import psycopg
 
-from tinsmith.errors import (
-    ConstraintError,
-    StorageFullError,
-    StoreError,
-    StoreTakenError,
-    StoreUnavailableError,
-    UnstorableError,
-)
+from tinsmith.errors import StoreError, StoreTakenError, StoreUnavailableError
 from tinsmith.store.base import (
     LOOK_FOR_FILES,
     LOOK_FOR_IDENTITY,
@@ -38,15 +31,10 @@ from tinsmith.store.base import (
     RowT,
     Statement,
     Value,
-    make_row,
 )
+from tinsmith.store.postgres_commit import Connection, GroupCommit, Outcome, Write, execute, explained, is_lost, rows_of
 from tinsmith.store.queries import Bound, Query, find, load_queries
 from tinsmith.store.schema import INSTALLATION, RECORD, Migration, for_postgres, load_migrations, pending
-
-try:
-    import psycopg
-except ImportError as error:
-    raise StoreError(f"a PostgreSQL database needs psycopg ({error}): pip install 'tinsmith[postgres]'") from error
 
 logger = logging.getLogger(__name__)
 
@@ -74,21 +62,9 @@ LOCK_PATIENCE_S = 3.0
 SCHEMA_LOCK = 7_465_737_301
 """The advisory lock during migrations, since several processes may start at once."""
 
-Connection: TypeAlias = "psycopg.AsyncConnection[tuple[Any, ...]]"
-Cursor: TypeAlias = "psycopg.AsyncCursor[tuple[Any, ...]]"
-Outcome: TypeAlias = "int | list[Row] | Exception"
 ResultT = TypeVar("ResultT")
 
 _QUERIES: Mapping[str, Query] = load_queries("%s")
-
-
-class Write(msgspec.Struct, frozen=True):
-    """A caller's write and the future it waits for; results in rows of `row_type`, else in a count."""
-
-    statements: Sequence[tuple[str, Bound]]
-    row_type: type[Row] | None
-    future: asyncio.Future[Any]
-    size_bytes: int = 0
 
 
 class PostgresStore:
@@ -246,7 +222,7 @@ class PostgresStore:
         return group
 
     async def _commit(self, group: Sequence[Write]) -> Sequence[Outcome]:
-        attempt = _GroupCommit(group, self.where)
+        attempt = GroupCommit(group, self.where)
         try:
             outcomes = await self._persist(attempt.run)
             self.commits += 1
@@ -307,8 +283,8 @@ class PostgresStore:
                 connection: Connection | None = None
                 try:
                     connection = self._idle.pop() if self._idle else await self._connect()
-                    cursor = await _execute(connection, sql, parameters)
-                    rows = await _rows(row_type, cursor)
+                    cursor = await execute(connection, sql, parameters)
+                    rows = await rows_of(row_type, cursor)
                     self._idle.append(connection)
                     return rows
                 except psycopg.Error as error:
@@ -407,122 +383,8 @@ class _Size(Row, frozen=True, kw_only=True):
     size_bytes: int
 
 
-class _GroupCommit:
-    """One group of writes, until it is known to be committed. `run` may be called again after a lost connection."""
-
-    def __init__(self, group: Sequence[Write], where: str) -> None:
-        self._group = group
-        self._where = where
-        self._is_careful = False
-        self._unsettled: tuple[str, list[Outcome]] | None = None
-        """A transaction whose commit was not confirmed, and its results."""
-
-    @property
-    def is_unsettled(self) -> bool:
-        return self._unsettled is not None
-
-    async def run(self, connection: Connection) -> list[Outcome]:
-        if self._unsettled is not None:
-            transaction, outcomes = self._unsettled
-            if await _is_committed(connection, transaction):
-                return outcomes
-            self._unsettled = None
-        try:
-            transaction, outcomes = await self._run_statements(connection)
-        except psycopg.Error as error:
-            if is_lost(error, connection):
-                raise
-            await connection.execute("ROLLBACK")
-            if isinstance(error, _OF_THE_GROUP) or self._is_careful:
-                raise
-            # A caller's statement failed: run each caller's with a savepoint.
-            self._is_careful = True
-            return await self.run(connection)
-        self._unsettled = transaction, outcomes
-        await connection.execute("COMMIT")
-        return outcomes
-
-    async def _run_statements(self, connection: Connection) -> tuple[str, list[Outcome]]:
-        if self._is_careful:
-            await connection.execute("BEGIN")
-            found = await connection.execute(_TRANSACTION)
-            outcomes = [await _run_behind_savepoint(connection, write, self._where) for write in self._group]
-        else:
-            async with connection.pipeline():
-                await connection.execute("BEGIN")
-                found = await connection.execute(_TRANSACTION)
-                cursors = [
-                    [await _execute(connection, sql, parameters) for sql, parameters in write.statements]
-                    for write in self._group
-                ]
-            outcomes = [await _outcome(write, of_one) for write, of_one in zip(self._group, cursors, strict=True)]
-        row = await found.fetchone()
-        assert row is not None
-        return row[0], outcomes
-
-
-_TRANSACTION = "SELECT pg_current_xact_id()::text"
-_OF_THE_GROUP = (psycopg.errors.DeadlockDetected, psycopg.errors.SerializationFailure)
-"""Conflicts with other transactions: the group is run again as it is."""
-_OF_THE_CALLER = (
-    psycopg.IntegrityError,
-    psycopg.DataError,
-    psycopg.ProgrammingError,
-    psycopg.errors.DiskFull,
-    psycopg.errors.ProgramLimitExceeded,
-)
-_UNSTORABLE = (psycopg.DataError, psycopg.ProgrammingError, psycopg.errors.ProgramLimitExceeded)
-"""Errors of the value or the statement; retrying would fail again."""
-_PASSING = ("08", "57P", "53300", "40001", "40P01")
-"""Prefixes of codes after which a retry makes sense: connection lost, shutdown, too many connections, deadlock."""
-
-
-async def _is_committed(connection: Connection, transaction: str) -> bool:
-    """Whether a transaction of a lost connection was committed."""
-    try:
-        cursor = await connection.execute("SELECT pg_xact_status(%s::xid8)", (transaction,))
-    except psycopg.errors.InvalidParameterValue:
-        return False  # a replica that was promoted since and has not reached that number never saw the transaction
-    row = await cursor.fetchone()
-    if row is not None and row[0] == "in progress":
-        raise psycopg.errors.ConnectionFailure("the old connection is still committing")
-    return row is not None and row[0] == "committed"
-
-
 async def _answers(connection: Connection) -> None:
     await connection.execute("SELECT 1")
-
-
-async def _run_behind_savepoint(connection: Connection, write: Write, where: str) -> Outcome:
-    await connection.execute("SAVEPOINT caller")
-    try:
-        cursors = [await _execute(connection, sql, parameters) for sql, parameters in write.statements]
-        outcome = await _outcome(write, cursors)
-    except _OF_THE_CALLER as error:
-        await connection.execute("ROLLBACK TO SAVEPOINT caller")
-        outcome = explained(error, where)
-        outcome.__cause__ = error
-    await connection.execute("RELEASE SAVEPOINT caller")
-    return outcome
-
-
-async def _outcome(write: Write, cursors: Sequence[Cursor]) -> Outcome:
-    if write.row_type is None:
-        return sum(max(cursor.rowcount, 0) for cursor in cursors)
-    try:
-        rows: list[Row] = await _rows(write.row_type, cursors[0])
-        return rows
-    except msgspec.ValidationError as error:
-        return error
-
-
-async def _execute(connection: Connection, sql: str, parameters: Bound) -> Cursor:
-    return await connection.cursor(binary=True).execute(sql, parameters)
-
-
-async def _rows(row_type: type[RowT], cursor: Cursor) -> list[RowT]:
-    columns = [column.name for column in cursor.description or ()]
-    return [make_row(row_type, columns, values) for values in await cursor.fetchall()]
 
 
 async def _dispose(connection: Connection | None) -> None:
@@ -538,36 +400,6 @@ def _deliver(group: Sequence[Write], outcomes: Sequence[Outcome]) -> None:
             write.future.set_exception(outcome)
         else:
             write.future.set_result(outcome)
-
-
-def is_lost(error: psycopg.Error, connection: Connection | None) -> bool:
-    """Whether the connection or a conflict is the reason, not the statement."""
-    if connection is None or connection.closed or connection.broken:
-        return True
-    return (error.sqlstate or "").startswith(_PASSING)
-
-
-def explained(error: psycopg.Error, where: str) -> StoreError:
-    """Turn an error of PostgreSQL into one that says what went wrong, where, and what to do."""
-    text = " ".join(str(error).split())
-    if isinstance(error, psycopg.IntegrityError):
-        return ConstraintError(text)
-    if isinstance(error, (psycopg.errors.DiskFull, psycopg.errors.OutOfMemory)):
-        return StorageFullError(
-            f"{where}: no space for the database ({text}). Free some on the database server; nothing that was "
-            "acknowledged is lost."
-        )
-    if isinstance(error, _UNSTORABLE):
-        return UnstorableError(f"{where}: {text}")
-    if isinstance(error, psycopg.errors.ReadOnlySqlTransaction):
-        return StoreError(
-            f"{where}: the database is read-only ({text}). Give the address of the primary, not of a replica."
-        )
-    if isinstance(error, psycopg.OperationalError):
-        return StoreUnavailableError(
-            f"{where}: cannot connect to the database ({text}). Check that it is running, its address and its password."
-        )
-    return StoreError(f"{where}: {text}")
 
 
 def described(dsn: str) -> str:

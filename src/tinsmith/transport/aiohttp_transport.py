@@ -105,7 +105,7 @@ class HttpTransport:
         for _ in range(MAX_REDIRECTS + 1):
             response = await self._answer(pool, request, deadline)
             headers = lower_case(response.headers.items())
-            if not is_redirect(request, response.status, headers):
+            if not is_redirect(response.status, headers):
                 return response, headers, request
             response.close()
             request = redirected(request, response.status, headers)

@@ -67,7 +67,6 @@ class HttpRequest:
     """For the whole request: waiting for a connection, sending, redirects, and reading the last byte."""
     connect_timeout_s: float = 5.0
     purpose: Purpose
-    follow_redirects: bool = True
 
     def __post_init__(self) -> None:
         if " " in self.url or not self.url.isascii():
@@ -231,9 +230,9 @@ def lower_case(headers: Iterable[tuple[str, str]]) -> dict[str, str]:
     return lowered
 
 
-def is_redirect(request: HttpRequest, status: int, headers: Mapping[str, str]) -> bool:
-    """Whether a response is a redirect that the request follows."""
-    return status in _REDIRECTS and request.follow_redirects and bool(headers.get("location"))
+def is_redirect(status: int, headers: Mapping[str, str]) -> bool:
+    """Whether a response is a redirect to follow."""
+    return status in _REDIRECTS and bool(headers.get("location"))
 
 
 def redirected(request: HttpRequest, status: int, headers: Mapping[str, str]) -> HttpRequest:

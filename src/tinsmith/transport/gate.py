@@ -42,7 +42,7 @@ class _Endpoint:
 
 
 class CircuitBreaker:
-    """Stops sending to an endpoint that fails again and again, and tries it now and then.
+    """Stops sending to an endpoint that keeps failing, and tries it again from time to time.
 
     Failures are connection errors and responses of 500 and above; any other response shows that the server works and
     closes the breaker. A 5xx with `Retry-After` is not counted: that server manages its own load. Endpoints do not
@@ -78,7 +78,7 @@ class CircuitBreaker:
         """Return the time if a request may be sent, to be passed to `failed`; else raise APIConnectionError.
 
         The error says since when and until when requests are held back. It is retryable if the last failure was: an
-        operation that would have waited for the server waits on, and one that would have failed fails at once.
+        operation that would have waited for the server keeps waiting, and one that would have failed fails at once.
         """
         now = self._clock()
         known = self._endpoints.get(endpoint)
@@ -129,7 +129,7 @@ def _refusal(endpoint: str, known: _Endpoint, open_s: float, wait_s: float) -> A
     error = APIConnectionError(
         known.last.request if known.last is not None else None,
         f"{endpoint}: not sent, because the last {known.failures} requests failed. No request has been sent for "
-        f"{open_s:.1f} s; the next may be in {wait_s:.1f} s. Last error: {known.last}",
+        f"{open_s:.1f} s; the next one may be sent in {wait_s:.1f} s. Last error: {known.last}",
     )
     error.retryable = known.last is None or known.last.retryable
     return error

@@ -169,7 +169,7 @@ class ResponseParser:
         """Take what was received; return whether the response is complete."""
         parser = self._parser
         if parser is None:
-            self.can_reuse = False  # more than one response to one request: whose would the next one be?
+            self.can_reuse = False  # more than one response to one request: the next request would get the wrong one
             return self.is_complete
         if not self.has_begun and not data.startswith(_START[: len(data)]):
             raise FormatError("it does not begin with HTTP/1")

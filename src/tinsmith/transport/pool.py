@@ -72,7 +72,7 @@ class DirectTransport:
         try:
             for _ in range(MAX_REDIRECTS + 1):
                 response = await self._answer(pool, request, deadline)
-                if not is_redirect(request, response.status, response.headers):
+                if not is_redirect(response.status, response.headers):
                     return response
                 request = redirected(request, response.status, response.headers)
             raise fault(request, Why.REDIRECT, f"more than {MAX_REDIRECTS} times")

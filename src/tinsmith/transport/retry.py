@@ -47,7 +47,7 @@ class RetryPolicy:
     max_conflicts: int = 3
     """How many responses of 409 are followed by another attempt."""
     max_server_wait_s: float = 60.0
-    """A `Retry-After` longer than this, but within the deadline, is ignored: the server may be well again sooner."""
+    """A `Retry-After` longer than this, but within the deadline, is ignored: the server may recover sooner."""
     billing_delay_s: float = 5.0
     """Delay after a 402. The default is the official client's."""
     retry_on: tuple[type[Exception], ...] | None = None
@@ -201,9 +201,9 @@ async def retrying(
 def may_resend(method: str, *, is_stale: bool, was_sent: bool) -> bool:
     """Whether a request that met a closed connection goes out once more, on a new one, without counting as a retry.
 
-    Servers close idle connections, and a request may cross with that. If the connection was a kept one and brought no
-    byte of a response (`is_stale`), the server did not act on the request unless it had been sent; sending it again is
-    safe if nothing of it went out, or if its method may be repeated.
+    Servers close idle connections, perhaps just when a request is sent. If the connection had been used before and
+    delivered no byte of a response (`is_stale`), the server did not act on the request unless it had been sent; sending
+    it again is safe if none of it was sent, or if its method may be repeated.
     """
     return is_stale and (not was_sent or method in IDEMPOTENT)
 

@@ -102,7 +102,7 @@ class SseDecoder:
 
 
 async def events(response: StreamedResponse, max_event_bytes: int = MAX_EVENT_BYTES) -> AsyncIterator[SseEvent]:
-    """The events of an answer as they arrive; an unfinished one at the end is dropped."""
+    """Yield the events of a response as they arrive; an unfinished one at the end is dropped."""
     decoder = SseDecoder(max_event_bytes)
     async for chunk in response.chunks():
         for event in decoder.feed(chunk):

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct: the same numbers as transformers and peft, and a tokenizer that loses nothing."""
+"""SmolLM2-135M-Instruct: the same numbers as transformers and peft, and a lossless tokenizer."""
 
 from __future__ import annotations
 

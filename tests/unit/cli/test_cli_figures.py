@@ -1,4 +1,4 @@
-"""What commands compute before they print: curves, steps, percentiles, pages, sums, spans."""
+"""What commands compute before they print: curves, steps, percentiles, pages, sums, periods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a lost run fell back is counted by the order of the calls, not by that of their results."""
+"""How many steps a lost run fell back is counted by the order of the calls, not of their results."""
 
 from __future__ import annotations
 

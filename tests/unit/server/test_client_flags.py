@@ -1,4 +1,4 @@
-"""The setting that changes what clients are told by client/config."""
+"""The setting that changes the flags in the answer to client/config."""
 
 from __future__ import annotations
 

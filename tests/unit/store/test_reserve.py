@@ -1,4 +1,4 @@
-"""The reserved disk space has real blocks, whichever way the system gives them."""
+"""The reserved disk space has real blocks, whichever way the system provides them."""
 
 from __future__ import annotations
 

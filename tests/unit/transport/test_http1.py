@@ -1,4 +1,4 @@
-"""HTTP/1.1 as bytes: what goes out, and answers in any number of pieces; without a network."""
+"""HTTP/1.1 as bytes: requests, and responses in any number of pieces; without a network."""
 
 from __future__ import annotations
 

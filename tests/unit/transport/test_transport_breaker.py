@@ -1,4 +1,4 @@
-"""The circuit breaker as a table, and the gate that lets so many in at once."""
+"""The circuit breaker as a table, and the gate that limits concurrent requests."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_a_refusal_says_since_when_how_often_why_and_until_when() -> None:
     with pytest.raises(APIConnectionError) as caught:
         breaker.check("asample")
     assert str(caught.value) == (
-        "asample: not sent, because the last 3 requests failed. No request has been sent for 4.0 s; the next may be in"
-        " 6.0 s. Last error: POST http://localhost:8000/api/v1/asample: nothing listens there."
+        "asample: not sent, because the last 3 requests failed. No request has been sent for 4.0 s; the next one may"
+        " be sent in 6.0 s. Last error: POST http://localhost:8000/api/v1/asample: nothing listens there."
     )
     assert caught.value.request == REQUEST
     assert caught.value.retryable
@@ -169,7 +169,7 @@ def test_defaults() -> None:
         breaker.failed("x", ERRORS["down"])
     breaker.check("x")
     breaker.failed("x", ERRORS["down"])
-    with pytest.raises(APIConnectionError, match=r"last 10 requests.*may be in (10\.0|9\.9) s"):
+    with pytest.raises(APIConnectionError, match=r"last 10 requests.*may be sent in (10\.0|9\.9) s"):
         breaker.check("x")
 
 

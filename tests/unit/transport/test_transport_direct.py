@@ -1,4 +1,4 @@
-"""The client's transport over the network: all that the one on aiohttp is tested for, and what is its own."""
+"""The client's default transport: everything that the aiohttp transport is tested for, and its own behaviour."""
 
 from __future__ import annotations
 

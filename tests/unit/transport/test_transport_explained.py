@@ -1,4 +1,4 @@
-"""The plain words for each error of the HTTP library; without a network."""
+"""The messages for each error of the HTTP library; without a network."""
 
 from __future__ import annotations
 

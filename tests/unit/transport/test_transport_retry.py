@@ -1,4 +1,4 @@
-"""When an error is tried again, after how long, and how the loop gives up."""
+"""Which errors are retried, after which delay, and when the loop gives up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What messages, chunks and inputs have of pydantic's models."""
+"""The methods of pydantic models on messages, chunks and inputs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`tinsmith checkpoint export`: convert a checkpoint for PEFT, transformers or llama.cpp.
 
-Merging runs in this process: this is one of the three commands that load engine modules
+Merging runs in this process: this is one of the few commands that load engine modules
 (docs/decisions/0018-engine-in-the-cli.md).
 """
 

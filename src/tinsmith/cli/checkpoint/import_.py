@@ -1,6 +1,6 @@
 """`tinsmith checkpoint import`: upload an adapter to a server.
 
-A PEFT adapter is converted to a checkpoint in this process: this is one of the three commands that load engine modules
+A PEFT adapter is converted to a checkpoint in this process: this is one of the few commands that load engine modules
 (docs/decisions/0018-engine-in-the-cli.md).
 """
 

@@ -88,7 +88,7 @@ def list_runs(limit: int, columns: list[str]) -> None:
     """List training runs, newest first.
 
     A run is active, finished, expired (its program stopped without ending it, and may still come back), or failed.
-    Other servers than tinsmith's report only OK or failed.
+    Servers other than tinsmith report only OK or failed.
     """
     reported: list[Any] = []
     with rest_client() as rest:

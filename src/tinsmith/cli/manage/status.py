@@ -1,7 +1,7 @@
 """`tinsmith status`: whether a server is up, what it is doing, what the caller may use, and how long requests take.
 
-Every Tinker server reports whether it is healthy; a tinsmith server also its sessions, runs, limits and timings. Of the
-local engine one also sees since when it runs, when it ends by itself, and what is stored on this machine.
+Every Tinker server reports whether it is healthy; a tinsmith server also its sessions, runs, limits and timings. For
+the local engine it also shows when it started, when it will end by itself, and what is stored on this machine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Commands for the operator of a server: `serve`, `key` and `doctor`.
+"""Commands for the machine that a server or the local engine runs on: `serve`, `key`, `stop`, `clean` and `doctor`.
 
-They work on this machine: on its settings, its data directory and its database. They are the only commands that load
-the server or the engine, and they do so when they are called.
+They work on its settings, its data directory and its database, and load the server or the engine when they are called.
+`storage` measures what is stored there. Start with `serve`.
 """

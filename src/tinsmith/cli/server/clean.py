@@ -52,7 +52,7 @@ def clean(choices: tuple[str, ...], data_dir: Path | None, database: str | None,
     models       base models that were downloaded and converted
     caches       compiled kernels, adapters swapped to disk
     runs         snapshots, samplers and loaded weights of runs that are over
-    checkpoints  all saved weights, for good
+    checkpoints  all saved weights
     traces       exported traces of sessions
     uploads      parts of unfinished imports
 
@@ -113,7 +113,7 @@ async def _plan(config: ServerConfig, models_dir: Path, choices: list[str]) -> l
             found.append(_doomed(choice, places, plural(len(kernels), "compiled file")))
         else:
             places = sorted((config.data_dir / choice).glob("*"))
-            found.append(_doomed(choice, places, "all that are there" if places else "none"))
+            found.append(_doomed(choice, places, "all of them" if places else "none"))
     return found
 
 

@@ -1,7 +1,7 @@
 """`tinsmith doctor`: check the installation, and say how to fix what is wrong.
 
-The engine check creates a tiny random model, serves it, trains it and samples from it: this is one of the three
-commands that load engine modules (docs/decisions/0018-engine-in-the-cli.md).
+The engine check creates a tiny random model, serves it, trains it and samples from it: this is one of the few commands
+that load engine modules (docs/decisions/0018-engine-in-the-cli.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""`tinsmith eval`: loss, perplexity and exact matches of models on examples, or what they prefer of pairs (`--dpo`)."""
+"""`tinsmith eval`: loss, perplexity and exact matches of models on examples, or which answer of a pair they prefer
+(`--dpo`)."""
 
 from __future__ import annotations
 

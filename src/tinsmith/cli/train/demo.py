@@ -42,7 +42,9 @@ INCLUDED_DATA = resources.files("tinsmith.cli.train") / "data" / "workshop.jsonl
 @click.option(
     "--epochs", type=click.IntRange(min=1), metavar="N", help="Passes over the chats.  [default: 4; with --quick 3]"
 )
-@click.option("--quick", is_flag=True, help=f"Train on {QUICK_CHATS} chats only, to see in a minute that all works.")
+@click.option(
+    "--quick", is_flag=True, help=f"Train on {QUICK_CHATS} chats only, to check in a minute that everything works."
+)
 @click.option(
     "--rank", type=click.IntRange(1, 512), metavar="N", default=16, show_default=True, help="Rank of the LoRA adapter."
 )

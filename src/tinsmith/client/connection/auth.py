@@ -126,7 +126,7 @@ async def _run_command(command: str) -> str:
 
 
 def _claims(token: str) -> dict[str, Any]:
-    """A JWT's claims, unverified; the server verifies."""
+    """Return a JWT's claims without verifying them; the server does that."""
     try:
         payload = token.split(".")[1]
         decoded = msgspec.json.decode(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))

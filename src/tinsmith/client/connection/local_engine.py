@@ -1,7 +1,7 @@
 """The local engine of this machine's user: found if it is running, started if not.
 
 One per data directory, shared by all processes of the user. A lock file lets one at a time look for it; `embedded.json`
-beside it says where it listens. A dead one is noticed (its health is asked for) and replaced. The server ends by itself
+beside it says where it listens. A health check notices a dead one, which is then replaced. The server ends by itself
 when it has not been used for a while (`TINSMITH_KEEP`), or when it is stopped (`stop_engine`).
 """
 

@@ -128,9 +128,10 @@ def check_inputs(handle: LossHandle, data: Sequence[Datum]) -> None:
 
 
 def result_metrics(server_output: ForwardBackwardOutput, custom: CustomLoss) -> ForwardBackwardOutput:
-    """The backward pass's result with the custom loss as its `loss:sum`; the server's is `surrogate_loss:sum`.
+    """Return the backward pass's result with the custom loss as its `loss:sum`; the server's own becomes
+    `surrogate_loss:sum`.
 
-    The caller's metrics keep their names, be there a reduction in them or not, and win over the server's.
+    The caller's metrics keep their names, with or without a reduction, and take precedence over the server's.
     """
     metrics = dict(server_output.metrics)
     surrogate = {"surrogate_loss:sum": metrics.pop("loss:sum")} if "loss:sum" in metrics else {}

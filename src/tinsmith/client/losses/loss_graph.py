@@ -149,7 +149,7 @@ def decode_argument(value: Any, nodes: Mapping[str, Any], where: str = "argument
 
 def _inputs(fn: Any, name: str, input_ranks: Mapping[str, CustomLossInputRank]) -> list[CustomLossInput]:
     if not inspect.isfunction(fn):
-        _refuse(name, f"must be a plain function, got {type(fn).__name__}; a function that calls it will do")
+        _refuse(name, f"must be a plain function, got {type(fn).__name__}; wrap it in one")
     parameters = inspect.signature(fn).parameters
     if next(iter(parameters), None) != "logprobs":
         _refuse(name, "its first parameter must be named logprobs, the others as the loss_fn_inputs that it reads")
@@ -161,7 +161,7 @@ def _inputs(fn: Any, name: str, input_ranks: Mapping[str, CustomLossInputRank]) 
         if parameter.default is not parameter.empty:
             _refuse(name, f"parameter {parameter} has a default; every input has to be in the data")
         if not INPUT_NAME.fullmatch(parameter.name):
-            _refuse(name, f"parameter {parameter.name!r} must be of lower-case letters, digits and underscores")
+            _refuse(name, f"parameter {parameter.name!r} must consist of lower-case letters, digits and underscores")
     if set(input_ranks) != set(parameters):
         _refuse(name, f"input_ranks has {sorted(input_ranks)}, the parameters are {sorted(parameters)}")
     for parameter_name, rank in input_ranks.items():
@@ -190,7 +190,7 @@ def _trace(torch: Any, fn: Any, name: str) -> Any:
             if isinstance(value, torch.Tensor):
                 _refuse(
                     name,
-                    f"{self.operation} gets a tensor of shape {tuple(value.shape)} that is no parameter, and only "
+                    f"{self.operation} gets a tensor of shape {tuple(value.shape)} that is not a parameter, and only "
                     "parameters are sent: write numbers as Python numbers, or make the tensor an input",
                 )
             try:
@@ -235,12 +235,12 @@ def _check_call(op: str, target: str, name: str) -> None:
     import torch
 
     if op in ("get_attr", "call_module"):
-        _refuse(name, f"reads {target}, which is no parameter; only parameters are sent")
+        _refuse(name, f"reads {target}, which is not a parameter; only parameters are sent")
     if op == "call_method":
         if target in HOST_METHODS:
-            _refuse(name, f"calls {target}(), which leaves torch; keep everything a tensor, metrics too")
+            _refuse(name, f"calls {target}(), which leaves torch; keep everything as tensors, including the metrics")
         if not callable(getattr(torch.Tensor, target, None)):
-            _refuse(name, f"calls {target}(), which is no method of a tensor")
+            _refuse(name, f"calls {target}(), which is not a method of a tensor")
     if op == "call_function" and target != "getattr" and target.partition(".")[0] not in CALLABLE_MODULES:
         _refuse(name, f"calls {target}; only functions of torch and math can be sent")
 

@@ -10,7 +10,7 @@ all where a datum has no such input.
 The distributions themselves are not here, only the logprobs of tokens that were sampled. Entropy and KL are therefore
 estimated, and an estimator with the right value need not have the right gradient: its gradient leaves out how the
 sampling depends on the model. Each term below says what its value and its gradient estimate, and under which sampling;
-both are unbiased then, which tests/unit/client/test_regularizers.py checks by summing over a whole vocabulary.
+both are unbiased then, which tests/unit/client/losses/test_regularizers.py checks by summing over a whole vocabulary.
 
 `custom_loss` runs the composed loss.
 """
@@ -97,8 +97,8 @@ class Entropy(_Term):
     """-coefficient * entropy: a positive coefficient keeps the model's distribution broad.
 
     For tokens sampled from the model. The value is sum(-p), the estimator k1 of the entropy E[-p]. Its own gradient,
-    sum(-dp), is zero on average and would teach nothing, for the average of dp over the model's own tokens is zero. The
-    gradient is that of sum(-p^2 / 2) instead, which is sum(-p dp), whose average is the gradient of the entropy.
+    sum(-dp), is zero on average and would teach nothing, because the average of dp over the model's own tokens is zero.
+    The gradient is that of sum(-p^2 / 2) instead, which is sum(-p dp), whose average is the gradient of the entropy.
     """
 
     default_name: ClassVar[str] = "entropy"
@@ -160,7 +160,7 @@ class KL(_Term):
 
 
 def compose(loss_fn: LossFn, *regularizers: Regularizer) -> LossFn:
-    """A loss with terms added, for `forward_backward_custom`.
+    """Return a loss with these terms added, for `forward_backward_custom`.
 
     Per term two metrics: `<name>/value:sum`, its sum before the scale, and `<name>/grad_norm:mean`, the Euclidean norm
     of the gradient of the scaled term with respect to all logprobs.
@@ -190,8 +190,8 @@ def compose(loss_fn: LossFn, *regularizers: Regularizer) -> LossFn:
 
 
 def _counted(datum: Datum, logprobs: torch.Tensor, mask: str, reference: str | None = None) -> torch.Tensor:
-    """p, or p - q, of the tokens that count. The others are zero: no value and no gradient, even where they are -inf or
-    NaN, for they are taken out before any function is applied to them."""
+    """Return p, or p - q, of the tokens that count. The others are zero: no value and no gradient, even where they are
+    -inf or NaN, because they are masked before any function is applied to them."""
     torch = import_torch("a regularizer")
     counts = torch.ones_like(logprobs, dtype=torch.bool)
     if mask in datum.loss_fn_inputs:
@@ -229,7 +229,7 @@ def _kl_of_model_tokens(log_ratio: torch.Tensor, kind: Literal["forward", "rever
 
 
 def _with_gradient_of(surrogate: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A tensor that has one's value and the other's gradient."""
+    """Return a tensor with the value of `value` and the gradient of `surrogate`."""
     return value.detach() + (surrogate - surrogate.detach())
 
 

@@ -54,9 +54,9 @@ RUNNING: ContextVar[Limit | None] = ContextVar("tinsmith_limit", default=None)
 def deadline(seconds: float | None) -> AbstractContextManager[None]:
     """Give every call in a `with` block this many seconds, counted from that call; None: no limit.
 
-    Goes before the client's own `result_deadline_s`, and an inner block before an outer one. A call that is late raises
-    APITimeoutError, which says what was late and where its deadline was set. Calls of other threads and tasks that run
-    meanwhile are not affected.
+    Takes precedence over the client's own `result_deadline_s`, and an inner block over an outer one. A call that is
+    late raises APITimeoutError, which says what was late and where its deadline was set. Calls of other threads and
+    tasks that run meanwhile are not affected.
     """
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if seconds is not None and not (is_number and 0 < seconds < math.inf):

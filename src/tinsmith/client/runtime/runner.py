@@ -21,8 +21,7 @@ T = TypeVar("T")
 class Runner:
     """An event loop thread for callers in any thread. It starts with the first task and ends with `close`."""
 
-    def __init__(self, name: str = "tinsmith") -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._lock = (
             threading.RLock()
         )  # reentrant: a client that is garbage-collected while the lock is held closes its runner
@@ -109,7 +108,7 @@ class Runner:
             raise TinkerError("This client is closed. Create a new one.")
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_run, args=(self._loop, self._tasks), name=self._name, daemon=True)
+            self._thread = threading.Thread(target=_run, args=(self._loop, self._tasks), name="tinsmith", daemon=True)
             self._thread.start()
         return self._loop
 

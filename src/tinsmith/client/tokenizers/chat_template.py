@@ -54,7 +54,7 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
     except InvalidInputError:
         raise
     except (jinja2.TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
-        reason = "it calls itself too often" if isinstance(error, RecursionError) else str(error)
+        reason = "it recurses too deeply" if isinstance(error, RecursionError) else str(error)
     # Outside of the handler, since a chained error would keep all that the template has made. Its context refers to
     # itself, so its memory is only freed by garbage collection.
     del pieces

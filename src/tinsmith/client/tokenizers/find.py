@@ -37,7 +37,7 @@ def tokenizer_of(holder: Operations, model_name: str | None, tokenizer_id: str |
 
 
 async def _from_server(holder: Operations, model_name: str) -> dict[str, Any] | None:
-    """The files that the server has; None if it has none. A server that fails is an error: another tokenizer from
+    """Return the server's tokenizer files; None if it has none. An error of the server is raised: a tokenizer from
     elsewhere might not be the one that the model was trained with."""
     from tinsmith.client.tokenizers.tokenizer import MAX_FILE_BYTES
 

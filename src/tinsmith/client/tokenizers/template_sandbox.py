@@ -1,13 +1,13 @@
-"""Where chat templates run: a template comes from a server or the hub, so from a stranger.
+"""A sandbox for chat templates, which come from a server or the hub and are not trusted.
 
 Jinja's sandbox keeps it away from Python. What it leaves open is how much a template computes: `'a' * 10**9`,
-`'x' | center(10**9)`, loops in loops, a text doubled thirty times. Here everything that makes something is metered:
+`'x' | center(10**9)`, nested loops, a string doubled thirty times. Here everything that creates a value is metered:
 
 - operators, calls and filters, by wrapping them; what would be too large is refused before it is made;
 - loops, slices and `~`, which Jinja compiles to plain Python, by rewriting the template's tree.
 
-The bounds are far above what a conversation needs, and far below what hurts.
-Jinja2 is imported when it is needed.
+The limits are far above what a conversation needs, and far below what would do harm. Jinja2 is imported when it is
+needed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Meter:
         if self._steps > MAX_STEPS:
             raise self._error(f"it takes more than {MAX_STEPS} steps")
         if self._bytes > MAX_MADE_BYTES:
-            raise self._error(f"it makes more than {MAX_MADE_BYTES} bytes of text")
+            raise self._error(f"it creates more than {MAX_MADE_BYTES} bytes of text")
         if self._steps % 64 == 0 and self._clock() - self._began > MAX_CPU_S:
             raise self._error(f"it takes more than {MAX_CPU_S:g} s")
 

@@ -112,8 +112,8 @@ def load_tokenizer(
 ) -> Any:
     """Load a tokenizer from a directory, from files that a server sent, or from the hub by its id.
 
-    A `Tokenizer`, unless `prefer_transformers` asks for what transformers' AutoTokenizer makes of it; only that one can
-    run code from the hub, and only if asked to. `revision` is the hub's.
+    Returns a `Tokenizer` or, with `prefer_transformers`, what transformers' AutoTokenizer loads. Only the latter can
+    run code from the hub, and only with `trust_remote_code`. `revision` is a revision on the hub.
     """
     if prefer_transformers:
         return _from_transformers(source, revision, trust_remote_code)
@@ -240,8 +240,8 @@ class Tokenizer:
         return_dict: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """A conversation as token ids, as the text that they stand for (`tokenize=False`), or as an `Encoding`
-        (`return_dict=True`). Further arguments are variables of the template."""
+        """Return a conversation as token ids, as text (`tokenize=False`), or as an `Encoding` (`return_dict=True`).
+        Further arguments are variables of the template."""
         for name in sorted(NEED_TRANSFORMERS & kwargs.keys()):
             if kwargs.pop(name):
                 raise InvalidInputError(
@@ -330,7 +330,7 @@ def _templates(files: TokenizerFiles) -> dict[str, str]:
 
 
 def _from_hub(name: str, revision: str | None) -> Path:
-    hub = library("huggingface_hub", f"{name!r} is no directory, and loading from the Hugging Face hub")
+    hub = library("huggingface_hub", f"{name!r} is not a directory, and loading from the Hugging Face hub")
     try:
         return Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(FILES)))
     except (OSError, ValueError) as error:  # the hub's own errors are of these kinds

@@ -386,7 +386,7 @@ class JobQueue:
         if entry.is_suspect:
             return "waits to run alone, because the engine died while this request was running"
         if self.suspects.is_quarantined(entry.job.tenant, now):
-            return "waits to run apart from others, because requests of this organisation killed the engine repeatedly"
+            return "waits to run separately, because requests of this organisation killed the engine repeatedly"
         if self._trial.job_ids or self._trial.emptying_since is not None:
             return "waits while a request during which the engine died runs alone"
         return None

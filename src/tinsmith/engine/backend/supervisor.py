@@ -342,7 +342,7 @@ class Supervisor:
             return
         for entry in self._queue.take_back():
             self._child.send(ipc.Cancel(entry.job.job_id))
-            why = "it made way for a request that must run alone, because the engine died while that was running"
+            why = "it was interrupted for a request that must run alone, because the engine died during that request"
             _resolve(entry, BackendLostError(f"job {entry.job.job_id} did not finish: {why}"))
         for entry in self._queue.take_sendable():
             self._child.send(ipc.Submit(entry.job, entry.on_tokens is not None))

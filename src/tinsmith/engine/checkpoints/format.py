@@ -110,7 +110,6 @@ def write_checkpoint(
     weights: Mapping[str, Tensor],
     optimizer: Mapping[str, Tensor] | None = None,
     *,
-    overwrite: bool = False,
     disk: DurableDisk = DISK,
 ) -> Manifest:
     """Write a checkpoint, which is on the disk when this returns; if it raises, `directory` is unchanged."""
@@ -125,11 +124,11 @@ def write_checkpoint(
     manifest = msgspec.structs.replace(manifest, digest=manifest.own_digest())
     contents[MANIFEST] = _json_bytes(msgspec.to_builtins(manifest))
     try:
-        with whole_directory(directory, overwrite=overwrite, disk=disk) as partial:
+        with whole_directory(directory, disk=disk) as partial:
             for name, data in contents.items():
                 disk.write_file(partial / name, data)
     except FileExistsError as error:
-        text = f"a checkpoint {directory.name!r} already exists; choose another name or overwrite it"
+        text = f"a checkpoint {directory.name!r} already exists; choose another name"
         raise InvalidInputError(text, field="path") from error
     except OSError as error:
         raise TinkerError(
@@ -155,7 +154,7 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def read_checkpoint(directory: Path, *, with_optimizer: bool, device: torch.device | str = "cpu") -> LoadedCheckpoint:
+def read_checkpoint(directory: Path, *, with_optimizer: bool) -> LoadedCheckpoint:
     """Read a checkpoint and compare each file with its digest."""
     manifest = read_manifest(directory)
     if with_optimizer and not manifest.has_optimizer:
@@ -163,17 +162,9 @@ def read_checkpoint(directory: Path, *, with_optimizer: bool, device: torch.devi
             f"checkpoint {directory.name!r} was saved for sampling and has no optimizer state; load only its weights"
         )
     verified_bytes(directory, ADAPTER_CONFIG, manifest)
-    weights = _read_tensors(directory, ADAPTER, manifest, device)
-    optimizer = _read_tensors(directory, OPTIMIZER, manifest, device) if with_optimizer else None
+    weights = _read_tensors(directory, ADAPTER, manifest)
+    optimizer = _read_tensors(directory, OPTIMIZER, manifest) if with_optimizer else None
     return LoadedCheckpoint(manifest.info, weights, optimizer)
-
-
-def verify_checkpoint(directory: Path) -> Manifest:
-    """Compare every file with its digest; raise DamagedCheckpointError, which names the file."""
-    manifest = read_manifest(directory)
-    for name in manifest.files:
-        verified_bytes(directory, name, manifest)
-    return manifest
 
 
 def verified_bytes(directory: Path, name: str, manifest: Manifest) -> bytes:
@@ -231,7 +222,7 @@ def _tensor_bytes(tensors: Mapping[str, Tensor]) -> bytes:
     return data
 
 
-def _read_tensors(directory: Path, name: str, manifest: Manifest, device: torch.device | str) -> dict[str, Tensor]:
+def _read_tensors(directory: Path, name: str, manifest: Manifest) -> dict[str, Tensor]:
     data = verified_bytes(directory, name, manifest)
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load(data)
@@ -239,7 +230,7 @@ def _read_tensors(directory: Path, name: str, manifest: Manifest, device: torch.
         reason = f"cannot be read as safetensors: {type(error).__name__}: {error}"
         raise InvalidInputError(f"checkpoint {directory.name!r}: {name} {reason}"[:MAX_REASON]) from error
     _check_numbers(directory, name, tensors)
-    return {key: tensor.to(device, copy=True) for key, tensor in tensors.items()}
+    return {key: tensor.clone() for key, tensor in tensors.items()}
 
 
 def _check_numbers(directory: Path, name: str, tensors: Mapping[str, Tensor]) -> None:

@@ -44,7 +44,6 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     *,
     cache_dir: Path,
-    revision: str | None = None,
 ) -> LoadedModel:
     """Load a model from a Hugging Face directory, a `.gguf` file or a hub id.
 
@@ -57,7 +56,7 @@ def load_model(
         tokenizer_dir = gguf_tokenizer(file, cache_dir)
         decoder = build_decoder(file.config, file.read, device, dtype, has_plenty(file.config, dtype))
     else:
-        directory = path if path.is_dir() else sources.fetch(str(source), revision)
+        directory = path if path.is_dir() else sources.fetch(str(source))
         files = SafetensorsDirectory(directory)
         _check_fits(files.config, device, dtype)
         tokenizer_dir = directory

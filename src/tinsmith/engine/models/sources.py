@@ -38,7 +38,7 @@ def is_hub_id(source: str) -> bool:
     return _HUB_ID.fullmatch(source) is not None
 
 
-def fetch(hub_id: str, revision: str | None = None) -> Path:
+def fetch(hub_id: str) -> Path:
     """Return the local directory of a model on the hub, downloading it if it is not cached."""
     try:
         from huggingface_hub import snapshot_download
@@ -49,7 +49,7 @@ def fetch(hub_id: str, revision: str | None = None) -> Path:
     if not is_hub_id(hub_id):
         raise InvalidInputError(f"{hub_id!r} is neither a directory, a .gguf file nor a hub id (owner/name)")
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(FILES)))
+        return Path(snapshot_download(hub_id, allow_patterns=list(FILES)))
     except Exception as error:
         raise TinkerError(
             f"{hub_id} could not be downloaded from the hub ({type(error).__name__}: {_first_line(error)}); check the "
@@ -58,7 +58,7 @@ def fetch(hub_id: str, revision: str | None = None) -> Path:
 
 
 def _first_line(error: Exception) -> str:
-    """Return what an error says first; those of the hub go on with advice that does not fit here."""
+    """Return the first line of an error; the hub's errors continue with advice that does not fit here."""
     return next(iter(str(error).strip().splitlines()), "")
 
 

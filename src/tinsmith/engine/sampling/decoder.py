@@ -1,7 +1,7 @@
 """The decoder as the sampler runs it: no gradients, few and large operations, several adapters in one batch.
 
-It computes what `models/decoder` computes, from the same weights; tests/unit/engine/sampling/test_inference.py compares
-the two. Each adapter changes only the rows that belong to it (`RowAdapters`), in a frozen, inference-only form
+It computes what `models/decoder` computes, from the same weights; tests/unit/engine/sampling/test_sampling_decoder.py
+compares them. Each adapter changes only the rows that belong to it (`RowAdapters`), in a frozen, inference-only form
 (`FrozenAdapter`). Causality and caching are left to the `attend` argument.
 
 Shapes: T rows, D hidden or inputs, H query heads, K key/value heads, C head dim, I intermediate, V vocabulary, E

@@ -1,7 +1,7 @@
 """The sampler's decoder on a CPU in float32, with compiled kernels: `inference_decoder` chooses it where it works.
 
 All layers of a step are one call of `cpu/layers`; this prepares its arguments. It computes what `decoder` computes,
-from the same weights and cache; tests/unit/engine/sampling/test_inference.py compares the two.
+from the same weights and cache; tests/unit/engine/sampling/test_sampling_decoder.py compares the two.
 
 Shapes: as in `decoder` and `cpu/layers`.
 """

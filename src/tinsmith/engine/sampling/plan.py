@@ -79,7 +79,7 @@ class SampleJob:
 
     @property
     def weights(self) -> Weights:
-        """Under which its keys and values are kept."""
+        """Return the tenant and adapter under which its keys and values are cached."""
         return self.tenant, self.adapter
 
 
@@ -92,7 +92,7 @@ class SamplePlan:
     stop: StopRule
     scores_prompt: bool
     first_scored: int
-    """The first prompt position whose logprob (and top-k) is asked."""
+    """The first prompt position whose logprob (and top-k) is requested."""
     first_needed: int
     """The first prompt position whose hidden state is needed; what lies before it may come from the cache."""
 

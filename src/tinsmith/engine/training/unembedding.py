@@ -1,7 +1,7 @@
 """From hidden states to the logprobs of the targets and back, in chunks: logits never exist for a whole batch.
 
 The logits of a batch would be by far its largest tensor (positions x vocabulary). So log-softmax and its gradient are
-computed for a chunk of positions at a time. Losses are somebody else's: the caller passes a function that returns
+computed for a chunk of positions at a time. Losses are computed elsewhere: the caller passes a function that returns
 dL/dlogprob.
 
 Shapes: T positions of a batch, N positions of a chunk, K targets per position, D hidden, V vocabulary, R rank.

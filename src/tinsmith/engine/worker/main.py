@@ -213,7 +213,7 @@ class Worker:
         self._pipe.flush()
 
     def _cancel(self, job_id: str) -> None:
-        """Cancel a job; tell the API process once nothing of it is left here."""
+        """Cancel a job; report it to the API process once nothing of it is left here."""
         if self._new.pop(job_id, None) is not None:
             self._pipe.put(Cancelled(job_id))
         if job_id in self._samples:

@@ -1,7 +1,7 @@
 """Rate limits, queue limits and token budgets of organisations and keys, checked before a request is journalled.
 
-A request over a limit is refused with the time after which to retry, or for good if that is long. Nothing that was
-accepted is lost.
+A request over a limit is refused with the time after which to retry, or, if that time is long, with an error that
+clients do not retry. Nothing that was accepted is lost.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class Bucket:
     level: float
     at: float
 
-    def take(self, now: float, amount: float = 1.0) -> float:
-        """Take tokens and return 0, or return the seconds until there are enough."""
+    def take(self, now: float) -> float:
+        """Take a token and return 0, or return the seconds until there is one."""
         self.level = min(self.size, self.level + (now - self.at) * self.rate)
         self.at = now
-        if self.level >= amount:
-            self.level -= amount
+        if self.level >= 1:
+            self.level -= 1
             return 0.0
-        return (amount - self.level) / self.rate
+        return (1 - self.level) / self.rate
 
 
 class Admission:
@@ -118,16 +118,16 @@ class Admission:
         self._tokens[caller.org_id, caller.user_id] = (day, used + tokens)
 
     def give_back(self, caller: Caller, tokens: int) -> None:
-        """What was taken today for a request that was not accepted after all."""
+        """Return the tokens taken today for a request that was not accepted after all."""
         day, used = self._tokens.get((caller.org_id, caller.user_id), (0, 0))
         self._tokens[caller.org_id, caller.user_id] = (day, max(0, used - tokens))
 
     def remember_tokens(self, org_id: str, user_id: str, tokens: int) -> None:
-        """What was used before this process began, today."""
+        """Count tokens that were used today before this process started."""
         self._tokens[org_id, user_id] = (int(self._wall_clock() // DAY_S), tokens)
 
     def remaining(self, caller: Caller, queued: int) -> dict[str, int | None]:
-        """What is left, for the quota call."""
+        """Return what is left of the limits, for the quota call."""
         day = int(self._wall_clock() // DAY_S)
         used_on, used = self._tokens.get((caller.org_id, caller.user_id), (day, 0))
         budget = caller.tokens_per_day

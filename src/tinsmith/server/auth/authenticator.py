@@ -1,4 +1,5 @@
-"""From a credential to its holder: keys by digest, and short-lived signed tokens. `access` decides what they may do."""
+"""Find the holder of a credential: a key, looked up by its digest, or a short-lived signed token. `access` decides what
+the holder may do."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Authenticator:
         clock: Callable[[], float] = time.time,
         ticks: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` decides what has expired; `ticks`, which nobody can set, how long a row is cached."""
+        """`clock` decides what has expired; `ticks`, a monotonic clock, how long a row is cached."""
         self._store = store
         self._secret = secret
         self._token_ttl_s = token_ttl_s
@@ -57,7 +58,7 @@ class Authenticator:
         self._ticks = ticks
         self._cache: dict[str, _Known] = {}
         self._keys: dict[str, _Known] = {}
-        """The same by the key itself, which saves hashing it."""
+        """The same callers by the key itself, which saves hashing it."""
         self._tokens: dict[str, tuple[float, int]] = {}
         """Expiry and key of tokens with a valid signature; checking it takes longer than everything else here."""
         self._tokens_of: dict[int, deque[str]] = {}
@@ -82,7 +83,7 @@ class Authenticator:
         raise NotAuthenticatedError(f"the credential is neither a key ({PREFIX}...) nor a token (eyJ...)")
 
     def issue(self, caller: Caller) -> str:
-        """Return a token for this caller, valid for `token_ttl_s`; revoking the key ends it, too."""
+        """Return a token for this caller, valid for `token_ttl_s`; revoking the key also revokes the token."""
         now = int(self._clock())
         claims = {
             "iss": ISSUER,

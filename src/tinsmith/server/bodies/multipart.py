@@ -25,7 +25,8 @@ MAX_HEADER_BYTES = 1024
 """Of each part: how many headers it may have, and how long each may be."""
 MAX_NAME_BYTES = 255
 BLOCK_BYTES = 1024 * 1024
-"""What is searched in one go. Python's lock is held meanwhile, so other threads wait for about a millisecond."""
+"""Bytes that are searched in one call. Python's lock is held meanwhile, so other threads wait for about a
+millisecond."""
 
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")  # RFC 2046, 5.1.1
 _ENCODINGS = (b"7bit", b"8bit", b"binary")
@@ -74,7 +75,7 @@ def _count_parts(body: bytes, boundary: bytes) -> int:
     if not body.startswith(delimiter):
         raise _invalid("it does not begin with the boundary that the content-type header names")
     if not body.endswith((delimiter + b"--", delimiter + b"--\r\n")):
-        raise _invalid("it does not end with the closing boundary; it was cut short, or something follows it")
+        raise _invalid("it does not end with the closing boundary; it was truncated, or something follows it")
     sought, at, count = b"\r\n" + delimiter, 0, 0
     while at < len(body):
         end = at + BLOCK_BYTES

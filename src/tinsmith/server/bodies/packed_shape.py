@@ -60,13 +60,13 @@ def _pass(body: bytes, at: int, most: int, depth: int) -> int:
 
 def _number(body: bytes, at: int, size: int) -> tuple[int, int]:
     if at + size > len(body):
-        raise _wrong("it is cut short")
+        raise _wrong("it is truncated")
     return int.from_bytes(body[at : at + size], "big"), at + size
 
 
 def _byte(body: bytes, at: int) -> int:
     if at >= len(body):
-        raise _wrong("it is cut short")
+        raise _wrong("it is truncated")
     return body[at]
 
 

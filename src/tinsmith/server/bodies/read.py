@@ -55,7 +55,7 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
 
 
 class PassQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="pass"):
-    """A forward or backward pass: may it run on one of these models?"""
+    """A forward or backward pass, to be checked against each of these models."""
 
     route: str
     """`forward` or `forward_backward`."""
@@ -81,7 +81,7 @@ class PassReading(msgspec.Struct, frozen=True, kw_only=True, tag="pass"):
 
 
 class SampleQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="sample"):
-    """A sample: may it be drawn from one of these models?"""
+    """A sample request, to be checked against each of these models."""
 
     cards: tuple[ModelCard, ...]
     max_samples: int
@@ -109,7 +109,7 @@ class LossReading(msgspec.Struct, frozen=True, kw_only=True, tag="loss"):
 
 
 class JsonQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="json"):
-    """A result in protobuf: how is it in JSON, for releases that read that?"""
+    """A protobuf result to convert to JSON, for releases that read JSON."""
 
     kind: str
 
@@ -321,7 +321,7 @@ def explain(error: WireError, body: bytes) -> WireError:
 
 def _loosely(body: bytes) -> Any:
     if len(body) > MAX_LOOSE_BYTES:
-        raise ValueError("too large for a second look")
+        raise ValueError("too large to parse again")
     return json.loads(body)
 
 

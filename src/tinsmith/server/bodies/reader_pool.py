@@ -1,8 +1,8 @@
 """Large bodies are decoded in other processes: decoding holds Python's lock, and would stop the event loop.
 
-There are a few processes, started when the first large body comes. Organisations take turns, and each has at most one
-body being decoded, so that one that sends many waits for itself only. Small bodies are decoded on the loop, which takes
-less time than asking a process. docs/decisions/0024-clerks.md has the reasons and the numbers.
+There are a few processes, started when the first large body arrives. Organisations take turns, and each has at most one
+body being decoded, so that one that sends many only delays itself. Small bodies are decoded on the loop, which takes
+less time than asking a process. docs/decisions/0024-body-readers.md has the reasons and the numbers.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from tinsmith.store.rows import OrgRow, SessionRow
 
 MEASURE_EVERY_S = 60.0
 MEASURE_SHARE = 0.05
-"""The share of time that measuring may take; if it takes long it is done less often."""
+"""The share of time that measuring may take; a slow measurement is repeated less often."""
 ALWAYS_BYTES = 64 * 1024 * 1024
 """Without a cap every organisation may use this much, as long as the disk has room."""
 UNKNOWN_SAVE_BYTES = 64 * 1024 * 1024

@@ -2,7 +2,7 @@
 
 The files have the layout of the server's engine. What the client claims about them (digests, lengths, names, the
 manifest) is compared with the files once nobody can write to them any more, and only what was computed here is stored.
-Whether the tensors are usable shows when a run loads them.
+Whether the tensors are usable is only known when a run loads them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FACTS = ("base_model", "rank", "alpha", "train_attn", "train_mlp", "train_unembe
 MAX_NAMES = 16
 """How many files a request may name; those that no checkpoint has are refused by name."""
 MAX_TEXT_BYTES = 4096
-"""Of each field of a form that is not a file."""
+"""Limit of each form field that is not a file."""
 FileName = Annotated[str, Meta(max_length=255)]
 
 
@@ -211,7 +211,7 @@ async def _import(services: Services, caller: Caller, request: ImportRequest, se
     except BaseException:
         remove_tree(directory)
         raise
-    services.disk.add(caller.org_id, coming)  # what came in parts was counted then
+    services.disk.add(caller.org_id, coming)  # files that came in parts were counted as they arrived
 
 
 def _check(services: Services, request: ImportRequest) -> None:
@@ -284,7 +284,7 @@ def _checked(check: StopCheck, place: Path, request: ImportRequest) -> dict[str,
     if request.upload is not None and set(records) != set(request.digests):
         there = ", ".join(sorted(records)) or "nothing"
         raise InvalidInputError(
-            f"upload: holds {there}, and digests names {', '.join(sorted(request.digests))}", field="upload"
+            f"upload: it holds {there}, but digests names {', '.join(sorted(request.digests))}", field="upload"
         )
     for name, digest in request.digests.items():
         if name in records and records[name].sha256 != digest:

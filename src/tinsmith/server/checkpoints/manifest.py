@@ -77,7 +77,7 @@ class _Listed(msgspec.Struct, frozen=True):
 
 
 class _Adapter(msgspec.Struct, frozen=True):
-    """What a manifest says of the adapter; engines differ in where they put it."""
+    """What a manifest says about the adapter; engines differ in where they put it."""
 
     base_model: str | None = None
     rank: int | None = None

@@ -1,7 +1,7 @@
 """The one table from errors to HTTP: which status and body a refusal has.
 
 409 is not in it: official clients retry a 409 for five minutes (protocol section 1). They retry a 429 for as long, and
-that of a sample without end, so what waiting does not cure soon is not a 429 either.
+a sample's 429 for ever, so an error that a short wait does not fix is not a 429 either.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def body_of(error: TinkerError) -> bytes:
 
 
 def headers_of(error: TinkerError) -> dict[str, str]:
-    """Return when to retry, for errors that pass; a client that sends too slowly is disconnected."""
+    """Return when to retry, for temporary errors; a client that sends too slowly is disconnected."""
     if isinstance(error, SlowBodyError):
         return {"connection": "close"}
     if isinstance(error, OverBudgetError) or not isinstance(error, (OverLimitError, NotReadyError)):

@@ -32,7 +32,7 @@ def server_context(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def seconds_left(context: ssl.SSLContext, certificate: Path, now: float | None = None) -> float:
-    """How long the certificate is still good; raises if it is not good now.
+    """Return how long the certificate is still valid; raise if it is not valid now.
 
     A handshake in memory, with a client that trusts exactly this certificate, shows what real clients will see.
     """

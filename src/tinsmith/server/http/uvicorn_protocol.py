@@ -27,7 +27,7 @@ LINGER_BYTES = 16 * 1024 * 1024
 socket while data arrives makes the kernel reset the connection, and the client may never read the answer."""
 
 READ_BYTES = 128 * 1024
-"""How much of what waits for it a client has to read within `read_timeout_s`."""
+"""How much of the waiting data a client has to read within `read_timeout_s`."""
 
 EXTENSION = "tinsmith.connection"
 """The key in an ASGI scope's extensions under which the application finds the connection."""
@@ -51,10 +51,10 @@ class GuardedProtocol(HttpToolsProtocol):
     _head_bytes = 0
     _tail = b""
     _linger_bytes: int | None = None
-    """What may still come and is thrown away; None unless the client was refused."""
+    """Bytes that may still arrive and are discarded; None unless the client was refused."""
     _reading: asyncio.TimerHandle | None = None
     _unread_bytes = 0
-    """What waited for the client at the last look."""
+    """Bytes that were waiting for the client at the last check."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -96,7 +96,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._reading = self.loop.call_later(self.read_timeout_s, self._look_at_reader)
 
     def _look_at_reader(self) -> None:
-        """Disconnect a client that has read next to nothing since the last look, and free what waits for it."""
+        """Disconnect a client that has read next to nothing since the last check, and free what waits for it."""
         self._reading = None
         if self._unread_bytes - self.transport.get_write_buffer_size() < READ_BYTES:
             self.transport.abort()
@@ -140,7 +140,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def _is_too_large(self, data: bytes) -> bool:
         """Count the bytes of the head; the last piece of it may carry the beginning of a body."""
-        if self._head_bytes + len(data) <= self.max_head_bytes:  # too little to matter, whatever it is
+        if self._head_bytes + len(data) <= self.max_head_bytes:  # too little to matter
             self._head_bytes += len(data)
             self._tail = data[-len(_END) + 1 :]
             return False
@@ -173,7 +173,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.linger()
 
     def linger(self) -> None:
-        """Send nothing more, and close when the client does, or after a bounded while: it may still be sending."""
+        """Send nothing more, and close when the client does, or after a limited time: it may still be sending."""
         if self._linger_bytes is not None or self.transport.is_closing():
             return
         self._linger_bytes = LINGER_BYTES

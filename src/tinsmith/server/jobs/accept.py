@@ -152,7 +152,8 @@ def _next_number(run: Run) -> int:
     number = run.lane.allot()
     if number > MAX_NUMBER:
         raise InvalidInputError(
-            f"seq_id: {MAX_NUMBER} is the largest number, and it was used; number requests from 1 on", field="seq_id"
+            f"seq_id: {MAX_NUMBER} is the largest number, and it is taken; number requests 1, 2, 3 and so on",
+            field="seq_id",
         )
     return number
 

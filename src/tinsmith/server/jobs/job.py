@@ -66,7 +66,7 @@ class Work:
         return cls(row=row, job=decode_job(row.job), context=msgspec.json.decode(row.context))
 
     @property
-    def feed(self) -> tuple[str, int] | None:
+    def sampling_client(self) -> tuple[str, int] | None:
         return (self.row.lane, self.row.seq // CLONE_BLOCK) if self.row.kind == "sample" else None
 
 

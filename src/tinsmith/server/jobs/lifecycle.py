@@ -164,7 +164,7 @@ class Jobs:
     def reopen(self, work: Work) -> None:
         """Let clients wait for a journalled request, for example one from before a restart."""
         self._count(work.row, 1)
-        self._broker.open(_promise(work.row, work.feed))
+        self._broker.open(_promise(work.row, work.sampling_client))
 
     def finish(self, work: Work, result: Done | BaseException) -> None:
         """Store the result of a job that has ended, then deliver it to the clients that wait for it.
@@ -260,7 +260,7 @@ class Jobs:
         if len(meanings) > 1:
             try:
                 await self._store.write(*self._statements(meanings))
-            except Exception as error:  # one by one, so that one that cannot be written takes no other with it
+            except Exception as error:  # one by one, so that a result that cannot be written does not lose the others
                 logger.warning(
                     "could not write results together, writing them one by one: %s",
                     text_of(error),
@@ -419,7 +419,7 @@ def _same(row: JobRow, draft: Draft) -> str:
     return same_request(row, draft.lane, draft.seq, draft.kind, draft.digest)
 
 
-def _promise(row: JobRow, feed: tuple[str, int] | None) -> Promise:
+def _promise(row: JobRow, sampling_client: tuple[str, int] | None) -> Promise:
     return Promise(
         request_id=row.request_id,
         kind=row.kind,
@@ -428,5 +428,5 @@ def _promise(row: JobRow, feed: tuple[str, int] | None) -> Promise:
         org_id=row.org_id,
         user_id=row.user_id,
         created_at=row.created_at,
-        feed=feed,
+        sampling_client=sampling_client,
     )

@@ -1,7 +1,7 @@
 """Accepted requests without a result, and the long polls that wait for them.
 
-A poll is woken as soon as its result is stored. Recent results stay in memory, within a bound, for the poll that is
-sure to come, and so do the feeds of completions that batch polls read; older ones are in the store.
+A poll is woken as soon as its result is stored. Recent results stay in memory, within a limit, because a poll usually
+asks for them soon. So do the logs of completions that batch polls read; older entries are in the store.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import msgspec
 ResultEncoding: TypeAlias = Literal["json", "protobuf", "error"]
 
 KEPT_BYTES = 64 * 1024 * 1024
-"""Results kept in memory for the poll that is sure to come."""
+"""Memory for recent results, which a poll usually asks for soon."""
 KEPT_S = 600.0
-"""How long they are kept, unless others need the room."""
+"""How long they are kept, unless others need the memory."""
 ENTRY_BYTES = 1024
-"""What keeping one costs besides its body."""
+"""Overhead of each, besides its body."""
 KEPT_EVENTS = 20_000
-"""Completions kept for each feed; older ones are in the store."""
-MAX_FEEDS = 4000
-"""Feeds of one organisation; bounded, since clients can name any number of new ones."""
+"""Entries in memory for each completion log; older ones are in the store."""
+MAX_COMPLETION_LOGS = 4000
+"""Completion logs of one organisation; limited, since clients can name any number of new ones."""
 
 
 class Outcome(msgspec.Struct, frozen=True, gc=False):
@@ -51,13 +51,13 @@ class Promise:
     org_id: str
     user_id: str
     created_at: float
-    feed: tuple[str, int] | None = None
+    sampling_client: tuple[str, int] | None = None
     """The (sampling session, clone) whose batch polls report it."""
     waiters: set[asyncio.Future[Outcome | None]] = field(default_factory=set)
 
 
 class Completion(msgspec.Struct, frozen=True, gc=False):
-    """An entry of a feed: a request that has completed."""
+    """An entry of a completion log: a request that has completed."""
 
     cursor: int
     request_id: str
@@ -65,8 +65,8 @@ class Completion(msgspec.Struct, frozen=True, gc=False):
     is_error: bool
 
 
-class Feed:
-    """Completions of one sampling client in order. Cursors grow with time, also across restarts."""
+class CompletionLog:
+    """The completed requests of one sampling client, in order. Cursors grow with time, also across restarts."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -83,7 +83,7 @@ class Feed:
         self._arrived.set()
 
     def close(self) -> None:
-        """Wake the polls that wait: the feed is dropped, and the store has what it held."""
+        """Wake the polls that wait: the log is dropped from memory, and the store has its entries."""
         self._arrived.set()
 
     def is_ahead(self, cursor: int) -> bool:
@@ -174,7 +174,7 @@ class Broker:
         self._clock = clock
         self._pending: dict[str, Promise] = {}
         self._recent = Recent(kept_bytes)
-        self._feeds: dict[str, OrderedDict[tuple[str, int], Feed]] = {}
+        self._completion_logs: dict[str, OrderedDict[tuple[str, int], CompletionLog]] = {}
         """By tenant, then by sampling client."""
 
     def open(self, promise: Promise) -> None:
@@ -218,19 +218,22 @@ class Broker:
             if not waiter.done():
                 waiter.set_result(outcome)
         promise.waiters.clear()
-        if promise.feed is not None:
-            self.feed(promise.org_id, promise.feed).add(request_id, len(outcome.body), is_error=outcome.is_error)
+        if promise.sampling_client is not None:
+            self.completion_log(promise.org_id, promise.sampling_client).add(
+                request_id, len(outcome.body), is_error=outcome.is_error
+            )
 
-    def feed(self, tenant: str, name: tuple[str, int]) -> Feed:
-        """Return the feed of a sampling client; a tenant's least recently used one makes room for a new one."""
-        feeds = self._feeds.setdefault(tenant, OrderedDict())
-        feed = feeds.get(name)
-        if feed is None:
-            feed = feeds[name] = Feed(self._clock)
-            if len(feeds) > MAX_FEEDS:
-                feeds.popitem(last=False)[1].close()
-        feeds.move_to_end(name)
-        return feed
+    def completion_log(self, tenant: str, name: tuple[str, int]) -> CompletionLog:
+        """Return the completion log of a sampling client; a tenant's least recently used one makes room for a new
+        one."""
+        logs = self._completion_logs.setdefault(tenant, OrderedDict())
+        log = logs.get(name)
+        if log is None:
+            log = logs[name] = CompletionLog(self._clock)
+            if len(logs) > MAX_COMPLETION_LOGS:
+                logs.popitem(last=False)[1].close()
+        logs.move_to_end(name)
+        return log
 
     def forget_old(self) -> None:
         """Drop results that have been in memory for long; the store has them."""
@@ -239,9 +242,9 @@ class Broker:
     def forget(self, lanes: Iterable[str]) -> None:
         """Drop what belongs to lanes that have ended."""
         over = set(lanes)
-        for feeds in self._feeds.values():
-            for name in [name for name in feeds if name[0] in over]:
-                feeds.pop(name).close()
+        for logs in self._completion_logs.values():
+            for name in [name for name in logs if name[0] in over]:
+                logs.pop(name).close()
         self._recent.drop_lanes(over)
 
 

@@ -1,7 +1,7 @@
-"""Signs of life and telemetry that the sweeper will write.
+"""Last-used times and telemetry that the sweeper will write.
 
-Every request is a sign of life, and a row is too much to write for each. They are kept in memory, and the sweeper
-writes the latest of each every few seconds; a crash loses at most these.
+Every request shows that its session is in use, but writing a row for each would cost too much. The times are kept in
+memory, and the sweeper writes the latest ones every few seconds; a crash loses at most these.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_UNWRITTEN = 100
 
 
 class Activity:
-    """When sessions and models were last used, and telemetry, as far as the store does not know it yet."""
+    """When sessions and models were last used, and telemetry, that the store does not have yet."""
 
     def __init__(self, max_telemetry_rows: int) -> None:
         self._max_rows = max_telemetry_rows

@@ -104,15 +104,15 @@ class Metrics:
         )
         self._lag = Times(
             "tinsmith_loop_lag_seconds",
-            "How late the server's loop was: what everybody's request had to wait",
+            "Delay of the server's event loop, which adds to the time of every request",
             [],
             self.registry,
         )
         self._lag.observe((), 0.0)
         self.pending = Gauge("tinsmith_pending_jobs", "Accepted jobs without a result", registry=self.registry)
-        self.sessions = Gauge("tinsmith_active_sessions", "Sessions with heartbeats", registry=self.registry)
+        self.sessions = Gauge("tinsmith_active_sessions", "Active sessions", registry=self.registry)
         self.models = Gauge("tinsmith_live_models", "Models in use", registry=self.registry)
-        self.faults = Gauge("tinsmith_marked_runs", "Runs whose replay gave other results", registry=self.registry)
+        self.faults = Gauge("tinsmith_marked_runs", "Runs whose replay gave different results", registry=self.registry)
         self.moved = Gauge(
             "tinsmith_moved_runs", "Runs that were computed on more than one machine", registry=self.registry
         )
@@ -123,10 +123,14 @@ class Metrics:
             "tinsmith_snapshot_seconds_total", "Time that engines spent on snapshots", registry=self.registry
         )
         self.replayed = Counter(
-            "tinsmith_replayed_operations_total", "Operations computed again after a loss", registry=self.registry
+            "tinsmith_replayed_operations_total",
+            "Operations replayed after an engine lost its state",
+            registry=self.registry,
         )
-        self.disk_free = Gauge("tinsmith_disk_free_bytes", "Free room in the data directory", registry=self.registry)
-        self.ready = Gauge("tinsmith_ready", "1 while the engine takes work", registry=self.registry)
+        self.disk_free = Gauge(
+            "tinsmith_disk_free_bytes", "Free space on the disk of the data directory", registry=self.registry
+        )
+        self.ready = Gauge("tinsmith_ready", "1 while the engine accepts work", registry=self.registry)
         self.last_request = time.monotonic()
         """When the last answer was sent, by the monotonic clock."""
 

@@ -133,7 +133,7 @@ class Sweeper:
         services.metrics.ready.set(services.backend.status.state == "ready")
 
     async def flush(self) -> None:
-        """Write signs of life and telemetry."""
+        """Write last-used times and telemetry."""
         for group in _groups(self._services.activity.take_statements()):
             await self._services.store.write(*group)
 

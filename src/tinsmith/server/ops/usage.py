@@ -41,10 +41,11 @@ class _Total:
 
 
 def usage_statements(ended: Iterable[tuple[Work, Done]], now: float) -> list[Statement]:
-    """The tokens, device time and checkpoints of jobs whose results are written together, in as few rows as they need.
+    """Return statements that count the tokens, device time and checkpoints of jobs whose results are written together,
+    in as few rows as possible.
 
-    A row counts while its first job is still queued. All are written in one piece, and a job's state after its usage:
-    what was written before, by a write that seemed to fail, is not counted again.
+    A row only counts while its first job is still queued. Usage and state are written in one transaction, the state
+    last. So usage that an earlier write has stored, although it seemed to fail, is not counted again.
     """
     totals: dict[tuple[str, str, str, str, str, str], _Total] = {}
     for work, done in ended:

@@ -9,7 +9,7 @@ from tinsmith.server.bodies.read import JsonQuestion, JsonReading
 from tinsmith.server.call import JSON, NOTHING, PROTOBUF, Answer, Call, Handlers, reply
 from tinsmith.server.jobs.job import CLONE_BLOCK
 from tinsmith.server.jobs.lookup import find_outcome, position_of
-from tinsmith.server.jobs.pending_results import Completion, Feed, Outcome, Promise
+from tinsmith.server.jobs.pending_results import Completion, CompletionLog, Outcome, Promise
 from tinsmith.server.services import Services
 from tinsmith.store.base import Row
 from tinsmith.wire.messages import futures as wire
@@ -129,29 +129,29 @@ async def _completed(
     if there is none."""
     target = request.target
     await services.access.live_sampler(caller, target.sampling_session_id)
-    feed = _feed(services, caller, target)
+    log = _completion_log(services, caller, target)
     older: list[Completion] = []
-    was_set_back = feed.is_ahead(request.prev_cursor)
+    was_set_back = log.is_ahead(request.prev_cursor)
     if was_set_back:
-        feed.pass_by(request.prev_cursor)
-    if was_set_back or request.prev_cursor < feed.began:
+        log.pass_by(request.prev_cursor)
+    if was_set_back or request.prev_cursor < log.began:
         found = await _older(services, target, 0 if was_set_back else request.prev_cursor)
-        recent = {event.request_id for event in feed.after(request.prev_cursor)}
+        recent = {event.request_id for event in log.after(request.prev_cursor)}
         older = [done for done in found if done.request_id not in recent]
     timeout_s = min(request.timeout or services.config.poll_s, services.config.poll_s)
     known = set(request.retrieved_request_ids)
     is_news = any(done.request_id not in known for done in older)
-    events = feed.after(request.prev_cursor) if is_news else await feed.wait(request.prev_cursor, timeout_s)
+    events = log.after(request.prev_cursor) if is_news else await log.wait(request.prev_cursor, timeout_s)
     return older, events
 
 
-def _feed(services: Services, caller: Caller, target: wire.SamplingSessionFuturesTarget) -> Feed:
-    return services.broker.feed(caller.org_id, (target.sampling_session_id, target.cloned_sampler_id))
+def _completion_log(services: Services, caller: Caller, target: wire.SamplingSessionFuturesTarget) -> CompletionLog:
+    return services.broker.completion_log(caller.org_id, (target.sampling_session_id, target.cloned_sampler_id))
 
 
 def _cursor(services: Services, caller: Caller, request: wire.FuturesRetrieveRequest, events: list[Completion]) -> int:
     """Return the cursor for the next poll."""
-    began = _feed(services, caller, request.target).began
+    began = _completion_log(services, caller, request.target).began
     return events[-1].cursor if events else max(request.prev_cursor, began)
 
 

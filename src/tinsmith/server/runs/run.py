@@ -209,7 +209,7 @@ class Run:
             self._runs.jobs.finish(work, self.failure)
             return
         self._under_way.append(work)
-        if isinstance(work.job, SaveState):  # nobody was told of what an earlier attempt wrote
+        if isinstance(work.job, SaveState):  # no client has seen what an earlier attempt wrote
             remove_tree(Path(work.job.directory))
         if changes_state(work.job):
             self._snapshots.cost.begin(work.job.job_id, work.row.kind, len(work.row.job))

@@ -1,7 +1,7 @@
-"""When a snapshot of a run is worth its price: bookkeeping of what a replay would cost, without I/O.
+"""When a snapshot of a run is worth its cost: bookkeeping of what a replay would cost, without I/O.
 
-A snapshot is taken after an `optim_step`, when a run has no accumulated gradients. Its price is the engine's time for
-it, not counting the disk; what it saves is the time to compute everything since the last one again.
+A snapshot is taken after an `optim_step`, when a run has no accumulated gradients. Its cost is the engine time that it
+takes, without writing to the disk; what it saves is the time to recompute everything since the last one.
 """
 
 from __future__ import annotations

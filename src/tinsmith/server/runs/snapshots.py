@@ -9,7 +9,7 @@ The order of the steps keeps every operation applied exactly once:
 4. Only then are the payloads that it replaces deleted from the journal, and the previous snapshot's files.
 
 A crash between any two leaves a run that can be restored, and at most a directory that the next start removes.
-`snapshot_policy` decides when a snapshot is worth its price.
+`snapshot_policy` decides when a snapshot is worth its cost.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class TopkLogprobs(Frozen):
         self._init(token_ids=token_ids, logprobs=logprobs)
 
     def to_rows(self) -> list[TopkRow]:
-        """Return for each position a list of (token, logprob), likeliest first; None where nothing was asked."""
+        """Return for each position a list of (token, logprob), likeliest first; None where nothing was requested."""
         rows: list[TopkRow] = []
         for tokens, logprobs in zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True):
             used = 0 if (tokens[0], logprobs[0]) == (FILL_TOKEN, FILL_LOGPROB) else len(logprobs)
@@ -91,7 +91,7 @@ class TopkLogprobs(Frozen):
 
     @classmethod
     def from_rows(cls, rows: Sequence[Any], where: str) -> TopkLogprobs | None:
-        """Make the tables of such a list; None if all rows are empty."""
+        """Make the tables from such a list; None if all rows are empty."""
         k = max((len(row) for row in rows if row), default=0)
         if k == 0:
             return None
@@ -203,7 +203,7 @@ class SampledSequence(Frozen):
 
 
 class SampleResponse(Frozen):
-    """The samples of one prompt, and the scores of the prompt that were asked for."""
+    """The samples of one prompt, and the scores of the prompt that were requested."""
 
     __slots__ = (
         "prompt_alt_tokens",

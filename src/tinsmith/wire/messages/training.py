@@ -105,7 +105,8 @@ ReportedOptimizer: TypeAlias = AdamOptimizerConfig | DimuonOptimizerConfig | Oth
 
 
 def read_optimizer(message: Message) -> None:
-    """Turn the `optimizer_config` of a response into its type; an unknown one must not spoil the whole response."""
+    """Turn the `optimizer_config` of a response into its type; an unknown one must not make the whole response
+    unreadable."""
     value = getattr(message, "optimizer_config")  # noqa: B009
     if isinstance(value, Mapping):
         kinds: dict[Any, type[Message]] = {"adamw": AdamOptimizerConfig, "dimuon": DimuonOptimizerConfig}

@@ -58,11 +58,6 @@ class Route:
     def parameters(self) -> tuple[str, ...]:
         return tuple(_PARAMETER.findall(self.path))
 
-    def is_used_by(self, version: str) -> bool:
-        """Whether a release of the official client calls this endpoint."""
-        line = _line(version)
-        return _line(self.since) <= line and (self.until is None or line <= _line(self.until))
-
     def url_path(self, **values: str) -> str:
         """Return the path with its parameters filled in. Run ids keep their colons, checkpoint ids their slash."""
         if set(values) != set(self.parameters):
@@ -73,11 +68,6 @@ class Route:
         return _PARAMETER.sub(
             lambda match: quote(values[match[1]], safe=":/" if "checkpoint" in match[1] else ":"), self.path
         )
-
-
-def _line(version: str) -> tuple[int, int]:
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
 
 
 def _get(name: str, path: str, response: type[Any], *, door: Door, **rest: Any) -> Route:

@@ -74,7 +74,7 @@ def is_retryable(status: int, headers: Mapping[str, str]) -> bool:
 
 
 def long_wait(status: int, headers: Mapping[str, str], now: datetime | None = None) -> str:
-    """Return a sentence that says until when a server wants to be left alone; empty if that is soon, or not known."""
+    """Return a sentence that says until when the server asks clients to wait; empty if that is soon, or unknown."""
     seconds = retry_after_s(headers, now) if is_retryable(status, headers) else None
     if seconds is None or seconds <= LONG_WAIT_S:
         return ""

@@ -23,7 +23,7 @@ from tinsmith.wire.messages.training import (
     ForwardRequest,
     LossFnConfig,
 )
-from tinsmith.wire.values.chunks import EncodedTextChunk, ImageAssetPointerChunk, ImageChunk
+from tinsmith.wire.values.chunks import EncodedTextChunk
 from tinsmith.wire.values.inputs import Datum
 from tinsmith.wire.values.numbers import Array
 from tinsmith.wire.values.tensors import TensorData
@@ -43,7 +43,6 @@ def check_loss(
     *,
     vocab_size: int,
     max_context_length: int,
-    supports_images: bool = False,
     custom_inputs: Sequence[CustomLossInput] | None = None,
 ) -> None:
     """Refuse a request whose loss cannot be computed; `custom_inputs` are the inputs that an uploaded loss declares."""
@@ -55,7 +54,7 @@ def check_loss(
     declared = {item.name: item.rank for item in custom_inputs or ()}
     for i, datum in enumerate(work.data):
         where = f"data[{i}]"
-        length = _check_model_input(datum, where, vocab_size, max_context_length, supports_images)
+        length = _check_model_input(datum, where, vocab_size, max_context_length)
         _check_names(work.loss_fn, spec, datum, where, declared if custom_inputs is not None else None)
         _check_targets(work.loss_fn, spec, datum, where, length, vocab_size)
         if work.loss_fn == "custom":
@@ -100,32 +99,20 @@ def _check_option(loss_fn: str, spec: LossSpec, key: str, value: float | str) ->
         )
 
 
-def _check_model_input(
-    datum: Datum, where: str, vocab_size: int, max_context_length: int, supports_images: bool
-) -> int:
+def _check_model_input(datum: Datum, where: str, vocab_size: int, max_context_length: int) -> int:
     length = 0
     for i, chunk in enumerate(datum.model_input.chunks):
         inside = f"{where}.model_input.chunks[{i}]"
-        if isinstance(chunk, EncodedTextChunk):
-            tokens = chunk.tokens if isinstance(chunk.tokens, np.ndarray) else np.array(chunk.tokens, np.int64)
-            _check_ids(tokens, f"{inside}.tokens", vocab_size)
-            length += len(tokens)
-        elif supports_images and isinstance(chunk, (ImageChunk, ImageAssetPointerChunk)):
-            length += _image_length(chunk, inside)
-        else:
+        if not isinstance(chunk, EncodedTextChunk):
             _refuse(inside, f"is of type {chunk.type}, which this model does not read; send encoded_text")
+        tokens = chunk.tokens if isinstance(chunk.tokens, np.ndarray) else np.array(chunk.tokens, np.int64)
+        _check_ids(tokens, f"{inside}.tokens", vocab_size)
+        length += len(tokens)
     if length == 0:
         _refuse(f"{where}.model_input", "is empty; each datum needs at least one token")
     if length > max_context_length:
         _refuse(f"{where}.model_input", f"has {length} tokens; this model reads at most {max_context_length}")
     return length
-
-
-def _image_length(chunk: ImageChunk | ImageAssetPointerChunk, where: str) -> int:
-    try:
-        return chunk.length
-    except InvalidInputError as error:
-        _refuse(where, str(error))
 
 
 def _check_names(loss_fn: str, spec: LossSpec, datum: Datum, where: str, declared: Mapping[str, int] | None) -> None:

@@ -49,7 +49,7 @@ def check_options(request: SampleRequest) -> None:
     if not 0 < params.top_p <= 1:
         _refuse("sampling_params.top_p", f"{params.top_p} is not allowed; it must be above 0 and at most 1")
     if params.top_k < 1 and params.top_k != -1:
-        _refuse("sampling_params.top_k", f"{params.top_k} is not allowed; it must be -1 (all tokens) or 1 and more")
+        _refuse("sampling_params.top_k", f"{params.top_k} is not allowed; it must be -1 (all tokens) or at least 1")
     _check_stop_strings(params)
     last_n, target = request.prompt_logprobs_last_n, request.target_prompt_logprobs
     if last_n is not None and not request.prompt_logprobs:

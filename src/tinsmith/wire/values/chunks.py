@@ -142,7 +142,7 @@ class EncodedTextChunk(_Chunk):
 
 
 def text_of(tokens: Array) -> EncodedTextChunk:
-    """Make a chunk of ids that are already checked (decoders)."""
+    """Make a chunk from ids that are already checked (decoders)."""
     chunk = EncodedTextChunk.__new__(EncodedTextChunk)
     _set(chunk, "tokens", tokens)
     _set(chunk, "type", "encoded_text")

@@ -48,7 +48,7 @@ class ModelInput(ModelMethods, Frozen):
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | Array) -> Self:
-        """Make a text input of a sequence of token ids."""
+        """Make a text input from a sequence of token ids."""
         return cls(chunks=[EncodedTextChunk(tokens=tokens)])
 
     @classmethod
@@ -230,7 +230,7 @@ _CHUNKS = get_args(ModelInputChunk)
 
 
 def datum_of(chunks: list[ModelInputChunk], inputs: LossFnInputs) -> Datum:
-    """Make a datum of parts that are already checked (decoders)."""
+    """Make a datum from parts that are already checked (decoders)."""
     model_input = ModelInput.__new__(ModelInput)
     model_input._init(chunks=chunks)
     datum = Datum.__new__(Datum)

@@ -67,17 +67,17 @@ class TensorData(Frozen):
 
     @classmethod
     def from_numpy(cls, array: Array) -> TensorData:
-        """Make a tensor of an array: integers become int64, floats float32, with a warning if digits are lost."""
+        """Make a tensor from an array: integers become int64, floats float32, with a warning if digits are lost."""
         return tensor_of(np.asarray(array), "data")
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
-        """Make a tensor of a torch tensor, like `from_numpy`; bfloat16 and float16 become float32, which is exact."""
+        """Make a tensor from a torch tensor, like `from_numpy`; bfloat16 and float16 become float32, which is exact."""
         return cls.from_numpy(torch_to_numpy(tensor, "data"))
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: float = 0) -> TensorData:
-        """Make a CSR tensor of the cells of a 2-D tensor that differ from `pad_value`; dense if that is no larger."""
+        """Make a CSR tensor from the cells of a 2-D tensor that differ from `pad_value`; dense if that is no larger."""
         return sparse_if_smaller(cls.from_torch(tensor), pad_value)
 
     def replace(self, **changes: Any) -> Self:
@@ -181,7 +181,7 @@ _WIRE_DTYPES: Mapping[np.dtype[Any], TensorDtype] = {np.dtype("<i8"): "int64", n
 
 
 def tensor_of(values: Any, where: str, dtype: TensorDtype | None = None) -> TensorData:
-    """Make a dense tensor of an array or (with a dtype) a list; errors name `where`. Its shape is always set."""
+    """Make a dense tensor from an array or (with a dtype) a list; errors name `where`. Its shape is always set."""
     if type(values) is np.ndarray and values.flags.c_contiguous and values.dtype in _WIRE_DTYPES:
         natural = _WIRE_DTYPES[values.dtype]
         if dtype is None or dtype == natural:

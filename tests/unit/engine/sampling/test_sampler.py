@@ -1,4 +1,4 @@
-"""The sampler: right tokens, the same whatever else runs, and everything that can be asked about a prompt."""
+"""The sampler: the right tokens, the same whatever else runs, and every kind of prompt score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens between products in training: both forms against autograd in float64, and the kernels' exponential."""
+"""The operations between products in training: both forms against autograd in float64, and the kernels' exponential."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention of training: both forms against autograd in float64, and the same bits whatever is packed beside."""
+"""Attention in training: both forms against autograd in float64, with the same bits whatever is packed beside."""
 
 from __future__ import annotations
 

@@ -18,12 +18,13 @@ import pytest
 import torch
 from support.backends import torch_tiny_spec
 from support.cards import card_of
+from support.checkpoint_files import verify_checkpoint
 from support.failing_disk import FailingDisk
 from support.jobs import Jobs, datum
 from support.tiny_engine import NAME, bodies, executor, finish, sampled, torch_as_it_was, train
 
 from tinsmith.engine.checkpoints.durable_files import tidy
-from tinsmith.engine.checkpoints.format import verify_checkpoint, write_checkpoint
+from tinsmith.engine.checkpoints.format import write_checkpoint
 from tinsmith.engine.ipc import StreamedTokens
 from tinsmith.engine.protocol import AnyJob, Created, Done, JobFailedError, Sample
 from tinsmith.engine.training import adamw, adapter_pool, trainer

@@ -1,4 +1,4 @@
-"""Who may touch what: every rule of the one place that decides it."""
+"""Who may access what: every rule of the one place that decides it."""
 
 from __future__ import annotations
 

@@ -25,8 +25,7 @@ def test_a_bucket_fills_with_time_up_to_its_size() -> None:
     bucket = Bucket(rate=2.0, size=4.0, level=4.0, at=0.0)
     assert [bucket.take(0.0) for _ in range(5)] == [0, 0, 0, 0, 0.5]
     assert bucket.take(0.5) == 0
-    assert bucket.take(100.0, 4.0) == 0
-    assert bucket.take(100.0, 1.0) == 0.5
+    assert [bucket.take(100.0) for _ in range(5)] == [0, 0, 0, 0, 0.5]
 
 
 def test_the_rate_of_a_key() -> None:

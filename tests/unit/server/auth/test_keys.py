@@ -1,4 +1,4 @@
-"""Keys, tokens and who they stand for."""
+"""Keys, tokens and their holders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A token's signature is checked once; its end, and that of its key, are checked every time."""
+"""A token's signature is checked once; its expiry, and that of its key, are checked every time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints the sweeper deletes: by retention and by the disk cap, and which it never does."""
+"""Which checkpoints the sweeper deletes, by retention and by the disk cap, and which it never deletes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Conditions that come and go: no room, nothing writable, a database that is locked or away, a clock that jumps, an
-engine that dies. Work is refused or delayed with the reason, nothing is changed by it, and it goes on afterwards."""
+"""Temporary conditions: a full disk, a locked or unreachable database, a clock that jumps, an engine that dies."""
 
 from __future__ import annotations
 

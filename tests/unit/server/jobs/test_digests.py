@@ -1,4 +1,4 @@
-"""Digests that are computed beside the loop are those that it computes itself."""
+"""Digests computed in threads equal those computed on the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every write of a short run fails once, before it is made or after: nothing is lost, nothing is done twice."""
+"""Every write of a short run fails once, before or after its commit: nothing is lost, nothing is done twice."""
 
 from __future__ import annotations
 

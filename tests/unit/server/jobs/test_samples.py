@@ -1,4 +1,4 @@
-"""Samples on their way, their numbers and budgets, and batch polls."""
+"""Running samples, their numbers and budgets, and batch polls."""
 
 from __future__ import annotations
 

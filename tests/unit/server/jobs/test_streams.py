@@ -1,4 +1,4 @@
-"""Streams of tokens that are followed again: whole, from the start or from where their client was, drawn once."""
+"""Token streams that are resumed: from the start or from where the client was; each token is drawn once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What /metrics says of times: buckets that add up, in the form that Prometheus reads."""
+"""The timings in /metrics: buckets that add up, in the format that Prometheus reads."""
 
 from __future__ import annotations
 

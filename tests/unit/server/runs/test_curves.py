@@ -1,4 +1,4 @@
-"""Curves of runs: passes joined to steps, long curves thinned, steps of an older database taken up."""
+"""Curves of runs: passes are combined to steps, long curves are thinned, and an older database gets its curves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deleting a run: when it is refused, what goes and what stays."""
+"""Deleting a run: when it is refused, what is deleted and what is kept."""
 
 from __future__ import annotations
 

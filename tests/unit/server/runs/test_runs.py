@@ -1,4 +1,4 @@
-"""Training runs: a state that is rebuilt when the backend lost it, or the server was away."""
+"""Training runs: their state is rebuilt when the backend has lost it, or the server was restarted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training runs: the order of their requests, how they end, and what is saved of them."""
+"""Training runs: the order of their requests, how they end, and what is saved."""
 
 from __future__ import annotations
 

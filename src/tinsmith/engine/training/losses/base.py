@@ -33,7 +33,7 @@ class Loss(Protocol):
     """Whether targets are independent of each other. If not, a call must get exactly one whole datum."""
 
     def per_token(self, logprobs_N: Tensor, inputs: Mapping[str, Tensor], options: Mapping[str, float]) -> TokenLoss:
-        """The loss at each target; `inputs` hold the datum's other tensors in the dtype of the logprobs."""
+        """Return the loss at each target; `inputs` hold the datum's other tensors in the dtype of the logprobs."""
         ...
 
 
@@ -53,7 +53,7 @@ def evaluate(
     *,
     with_gradient: bool = True,
 ) -> Evaluation:
-    """The loss of some targets with its gradient; the graph that the logprobs came from is not touched."""
+    """Return the loss of some targets with its gradient; the graph that the logprobs came from is not touched."""
     leaf_N = logprobs_N.detach().requires_grad_(with_gradient)
     with torch.set_grad_enabled(with_gradient):
         result = loss.per_token(leaf_N, inputs, options)
@@ -62,7 +62,7 @@ def evaluate(
 
 
 def total(values_N: Tensor) -> Tensor:
-    """A detached sum in double precision: metrics must not depend on how a batch was cut into pieces."""
+    """Return a detached sum in double precision: metrics must not depend on how a batch was cut into pieces."""
     return values_N.detach().sum(dtype=torch.float64)
 
 
@@ -74,7 +74,7 @@ class MetricTotals:
         self._datums = 0
 
     def add(self, metrics: Mapping[str, Tensor], datums: int = 1) -> None:
-        """Join in one piece, which has `datums` datums (only means ask for that)."""
+        """Add one piece, which has `datums` datums (used for means only)."""
         self._datums += datums
         for name, value in metrics.items():
             suffix = name.rpartition(":")[2]
@@ -84,7 +84,7 @@ class MetricTotals:
             self._values[name] = _JOINS[suffix](self._values[name], value) if name in self._values else value
 
     def result(self) -> dict[str, float]:
-        """The metrics of all pieces together."""
+        """Return the metrics of all pieces together."""
         return {
             name: float(value) / (max(self._datums, 1) if name.endswith(":mean") else 1)
             for name, value in self._values.items()
