@@ -136,6 +136,14 @@ def test_preferences_are_learned_and_a_full_disk_loses_nothing(env: dict[str, st
     assert all(f'aria-label="{name} over steps"' in report for name in ("Loss per pair", "Share right (%)", "Margin"))
     assert "<td>q0</td>" in report
 
+    drawn = run("run", "plot", "whole")
+    assert [line.partition(":")[0] for line in drawn.stdout.splitlines() if " in 24 steps" in line] == [
+        *("loss", "accuracy", "margin")
+    ]
+    elsewhere = run("run", "plot", json.loads(Path("whole/state.json").read_text())["run"])
+    assert elsewhere.stdout.startswith("optim/grad_norm: "), elsewhere.output
+    assert "This run's client computes the loss" in elsewhere.stderr
+
     line = re.search(r"evaluate it: +tinsmith (eval pairs.jsonl --checkpoint (\S+) --dpo)", whole.output)
     assert line is not None, whole.output
     scored = run(*line[1].split(), "--format", "json")
