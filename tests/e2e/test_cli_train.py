@@ -249,6 +249,14 @@ def test_a_bad_line_is_named(line: str, options: tuple[str, ...], message: str) 
     assert not Path("bad-run").exists()
 
 
+def test_a_split_that_holds_out_nothing_is_said() -> None:
+    write("chats.jsonl", chats(1))
+    done = run("train", "chats.jsonl", "--eval-split", "0.5", "--learning-rate", "0.01", "--epochs", "1", "--rank", "4")
+    assert done.exit_code == 0, done.output
+    assert "nothing is held out: 1 example cannot be split" in done.output
+    assert json.loads(Path("chats-run/state.json").read_text())["plan"]["learning_rate"] == 0.01
+
+
 def test_what_is_not_there_is_said() -> None:
     assert "cannot read none.jsonl: No such file" in run("train", "none.jsonl").stderr
     write("chats.jsonl", chats(2))

@@ -56,8 +56,8 @@ async def stop_accepting(listener: asyncio.Server) -> None:
     """Close a port without losing a connection that has just been accepted.
 
     If `listener.close()` comes between asyncio's accepting a connection and making its transport, making it fails in
-    silence, and the connection stays open, unknown to its protocol and to the server. So: accept
-    no more, let asyncio finish those it has accepted, then close.
+    silence, and the connection stays open, unknown to its protocol and to the server. So: accept no more, let asyncio
+    finish those it has accepted, then close.
     """
     for port in listener.sockets:
         asyncio.get_running_loop().remove_reader(port)
