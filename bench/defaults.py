@@ -1,10 +1,11 @@
 """What `tinsmith train` learns from small files with fixed settings and with the ones it chooses by the data's size.
 
-    .venv/bin/python bench/defaults.py [FILE ...] [--threads 2]
+    .venv/bin/python bench/defaults.py [FILE ...] [--threads 2] [--answers]
 
 Each file of `bench/defaults_data` is trained on twice, on SmolLM2-135M: with the former defaults (3 epochs, batches of
 8) and with no options at all. Then both adapters and the base model are evaluated on the file and on lines of the same
-kind that are not in it. The CPU time is that of the server and its engine during the training.
+kind that are not in it; `--answers` shows the greedy answers to the latter, too. The CPU time is that of the server
+and its engine during the training.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ def trained(address: Address, path: Path, options: tuple[str, ...], out: Path) -
     return state, cpu_s(address.pid) - before
 
 
-def measure(address: Address, name: str, variants: dict[str, tuple[str, ...]]) -> None:
+def measure(address: Address, name: str, variants: dict[str, tuple[str, ...]], shows_answers: bool) -> None:
     path, unseen = DATA / f"{name}.jsonl", DATA / f"{name}_unseen.jsonl"
     count = len(path.read_text().splitlines())
     print(f"\n{name}: {count} lines ({len(unseen.read_text().splitlines())} unseen)")
@@ -72,6 +74,19 @@ def measure(address: Address, name: str, variants: dict[str, tuple[str, ...]]) -
             f"{score['loss']:>{width}.3f}{score['exact_match']:>8.0%}" for score, width in ((learned, 8), (held, 9))
         )
         print(f"{row[0]:<14}{row[1]:<34}{shown}{row[2]:>7}{row[3]:>7}", flush=True)
+    if shows_answers:
+        show_answers(address, name, {variant: state["sampler"] for variant, (state, _) in runs.items()})
+
+
+def show_answers(address: Address, name: str, samplers: Mapping[str, str]) -> None:
+    """Print the greedy answers of each adapter to the lines that it has not seen."""
+    lines = (DATA / f"{name}_unseen.jsonl").read_text().splitlines()
+    questions = [json.loads(line)["messages"][0]["content"] for line in lines]
+    for variant, sampler in samplers.items():
+        for question in questions:
+            options = ("--checkpoint", sampler, "--temperature", "0", "--max-tokens", "48")
+            answer = command(address, "sample", question, *options)["samples"][0]["text"]
+            print(f"{variant:<14}{question} -> {answer!r}", flush=True)
 
 
 def described(variant: str, state: dict[str, Any], spent_s: float) -> tuple[str, str, str, str]:
@@ -84,12 +99,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("files", nargs="*", metavar="FILE", help=f"of {', '.join(FILES)}  [default: all]")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--answers", action="store_true", help="show the answers to unseen lines")
     arguments = parser.parse_args()
     threads = plural(arguments.threads, "thread")
     print(f"{platform.machine()}, {os.cpu_count()} cores, {threads}, {MODEL}, rank 32")
     with local_server(None, None, {"threads": arguments.threads}) as address:
         for name in arguments.files or FILES:
-            measure(address, name, VARIANTS)
+            measure(address, name, VARIANTS, arguments.answers)
 
 
 if __name__ == "__main__":

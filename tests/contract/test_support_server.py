@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import functools
 import http.client
@@ -262,6 +263,23 @@ def test_stop_start_and_restart(server: TinkerServer) -> None:
     assert retrieve(server, promise).status == 200
     server.restart(forget_promises=True)
     assert retrieve(server, promise).status == 410
+
+
+@pytest.mark.parametrize("rounds", range(5))
+def test_a_connection_that_is_accepted_as_the_port_closes_is_closed(server: TinkerServer, rounds: int) -> None:
+    """In each round of the loop between the arrival of a connection and its handler."""
+    parts = urlsplit(server.url)
+
+    async def arrive_and_stop() -> socket.socket:
+        arrived = socket.create_connection((parts.hostname, parts.port), timeout=5)
+        for _ in range(rounds):
+            await asyncio.sleep(0)
+        await server._close_port()
+        return arrived
+
+    assert server._thread is not None
+    with server._thread.run(arrive_and_stop()) as arrived, suppress(ConnectionResetError):
+        assert arrived.recv(1) == b""
 
 
 def test_protobuf_only_where_the_vintage_has_it() -> None:

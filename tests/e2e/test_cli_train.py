@@ -136,6 +136,14 @@ def test_preferences_are_learned_and_a_full_disk_loses_nothing(env: dict[str, st
     assert all(f'aria-label="{name} over steps"' in report for name in ("Loss per pair", "Share right (%)", "Margin"))
     assert "<td>q0</td>" in report
 
+    drawn = run("run", "plot", "whole")
+    assert [line.partition(":")[0] for line in drawn.stdout.splitlines() if " in 24 steps" in line] == [
+        *("loss", "accuracy", "margin")
+    ]
+    elsewhere = run("run", "plot", json.loads(Path("whole/state.json").read_text())["run"])
+    assert elsewhere.stdout.startswith("optim/grad_norm: "), elsewhere.output
+    assert "This run's client computes the loss" in elsewhere.stderr
+
     line = re.search(r"evaluate it: +tinsmith (eval pairs.jsonl --checkpoint (\S+) --dpo)", whole.output)
     assert line is not None, whole.output
     scored = run(*line[1].split(), "--format", "json")
@@ -239,6 +247,14 @@ def test_a_bad_line_is_named(line: str, options: tuple[str, ...], message: str) 
     assert result.exit_code == 1
     assert message in result.stderr
     assert not Path("bad-run").exists()
+
+
+def test_a_split_that_holds_out_nothing_is_said() -> None:
+    write("chats.jsonl", chats(1))
+    done = run("train", "chats.jsonl", "--eval-split", "0.5", "--learning-rate", "0.01", "--epochs", "1", "--rank", "4")
+    assert done.exit_code == 0, done.output
+    assert "nothing is held out: 1 example cannot be split" in done.output
+    assert json.loads(Path("chats-run/state.json").read_text())["plan"]["learning_rate"] == 0.01
 
 
 def test_what_is_not_there_is_said() -> None:

@@ -6,15 +6,16 @@ The table in docs/reference/server.md is written by
 
 from __future__ import annotations
 
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyrage
 import pytest
-from support.program_run import Steps, as_official, comparable, raised, run_module, run_official
+from support.program_run import BUDGET_PROGRAM, Steps, as_official, comparable, raised, run_module, run_official
 from support.release_table import DOCUMENT, REFRESH, release_table, with_table
 from support.releases import NEWEST, SERVED_RELEASES
 from support.server_process import ServerProcess
@@ -101,6 +102,27 @@ def test_the_whole_program_is_the_same_for_both_clients(
         ours = as_official(run_module(server, OURS))
     assert raised(theirs) == refused
     assert comparable(ours, DRAWN) == comparable(theirs, DRAWN)
+
+
+class Capped(NamedTuple):
+    """A server as the holder of a key with few tokens sees it."""
+
+    url: str
+    key: str
+
+
+def test_an_official_client_at_its_token_cap_is_told_at_once(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path / "data") as server:
+        made = server.run("key", "create", "capped", "--tokens-per-day", "4", "--format", "json")
+        capped = Capped(server.url, json.loads(made.stdout)["key"])
+        steps = dict(run_official(capped, NEWEST, program=BUDGET_PROGRAM))
+        log = server.log
+    assert steps.pop("pass within the budget") == steps.pop("step after it") == "done"
+    for name, needed in (("sample beyond it", 7), ("pass beyond it", 5)):
+        refused = steps.pop(name)
+        assert refused["raises"] == "PermissionDeniedError"
+        assert f"4 tokens per day has 2 left; this needs {needed}" in refused["text"]
+    assert log.count("403 over_budget") == 2, "each was sent once: a client that tries again is refused again"
 
 
 def test_an_encrypted_export_opens_with_the_recipients_key(server: ServerProcess, tmp_path: Path) -> None:

@@ -298,6 +298,25 @@ def test_close_is_quick_though_the_server_is_gone(connect: Any, server: TinkerSe
     assert time.monotonic() - started < 3
 
 
+def test_a_server_too_busy_to_finish_a_session_is_no_trouble(
+    connect: Any, server: TinkerServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The session expires by itself, so nobody has to do anything; other failures are worth a line."""
+    caplog.set_level(logging.WARNING, "tinsmith")
+    client = connect(server)
+    client.create_sampling_client(base_model="stub/model")
+    server.script(FINISH, [Hold()])
+    client.close().result(10)
+    server.release()
+    assert caplog.records == []
+
+    gone = connect(server)
+    gone.create_sampling_client(base_model="stub/model")
+    server.script(FINISH, [Status(500)])
+    gone.close().result(10)
+    assert ["finishing session" in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_closing_twice_is_once(connect: Any, server: TinkerServer) -> None:
     client = connect(server)
     client.create_sampling_client(base_model="stub/model")

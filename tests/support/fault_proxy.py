@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeAlias
 from urllib.parse import urlsplit
 
-from support.loop_thread import LoopThread
+from support.loop_thread import LoopThread, stop_accepting
 
 Direction: TypeAlias = Literal["to_client", "to_server"]
 
@@ -189,8 +189,8 @@ class FaultProxy:
 
     async def _close_port(self) -> None:
         if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+            listener, self._listener = self._listener, None
+            await stop_accepting(listener)
 
     async def _close_links(self) -> None:
         tasks = list(self._tasks)

@@ -11,6 +11,8 @@ T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 10.0
 """How long a control call from the test's thread may take before something is wrong."""
+ACCEPTING_ROUNDS = 10
+"""Rounds of the loop that asyncio may take from accepting a connection to telling its protocol."""
 
 
 class LoopThread:
@@ -48,3 +50,17 @@ async def _cancel_all() -> None:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+async def stop_accepting(listener: asyncio.Server) -> None:
+    """Close a port without losing a connection that has just been accepted.
+
+    If `listener.close()` comes between asyncio's accepting a connection and making its transport, making it fails in
+    silence, and the connection stays open, unknown to its protocol and to the server. So: accept no more, let asyncio
+    finish those it has accepted, then close.
+    """
+    for port in listener.sockets:
+        asyncio.get_running_loop().remove_reader(port)
+    for _ in range(ACCEPTING_ROUNDS):
+        await asyncio.sleep(0)
+    listener.close()

@@ -1,4 +1,4 @@
-"""Runs of tests/contract/official/program.py: the same program, by an official release or by a module in its place."""
+"""Runs of a program in tests/contract/official, by an official release or by a module in its place."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from typing import Any, Protocol, TypeAlias
 ROOT = Path(__file__).resolve().parents[2]
 OFFICIAL = ROOT / ".official"
 PROGRAM = ROOT / "tests" / "contract" / "official" / "program.py"
+"""Uses the whole public API."""
+BUDGET_PROGRAM = PROGRAM.with_name("budget.py")
+"""Asks for more tokens than its key has."""
 TIMEOUT_S = 120.0
 
 
@@ -40,10 +43,10 @@ ALL_FLAGS = dict.fromkeys(
 ALL_DYNAMIC_FLAGS = {"sample_cancel_enabled": True}
 
 
-def run_official(server: Address, release: str, *options: str) -> Steps:
+def run_official(server: Address, release: str, *options: str, program: Path = PROGRAM) -> Steps:
     """The program under an official release."""
     python = OFFICIAL / "venv" / "bin" / "python"
-    return _run(server, [python, PROGRAM, "tinker", *options], {"PYTHONPATH": str(OFFICIAL / release)})
+    return _run(server, [python, program, "tinker", *options], {"PYTHONPATH": str(OFFICIAL / release)})
 
 
 def run_module(server: Address, module: str, *options: str) -> Steps:

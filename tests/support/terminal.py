@@ -58,6 +58,14 @@ class Terminal:
         self.kill()
         os.close(self._fd)
 
+    @property
+    def modes(self) -> list[object]:
+        """Its settings: whether it shows what is typed, hands over whole lines, and so on."""
+        return termios.tcgetattr(self._fd)
+
+    def terminate(self) -> None:
+        os.kill(self._pid, signal.SIGTERM)
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(self._pid, signal.SIGKILL)

@@ -27,7 +27,7 @@ from support import (
     server_training,
     server_weights,
 )
-from support.loop_thread import LoopThread
+from support.loop_thread import LoopThread, stop_accepting
 from support.server_answers import (
     Delay,
     Drop,
@@ -74,9 +74,6 @@ HANDLERS: Mapping[str, Handler] = {
 }
 KEY = "tml-test-key"
 FOREIGN_KEY = "tml-foreign-key"
-
-ACCEPTING_ROUNDS = 10
-"""Rounds of the loop that asyncio may take from accepting a connection to telling its protocol."""
 
 
 class TinkerServer:
@@ -270,9 +267,7 @@ class TinkerServer:
         if server is None or listener is None:
             return
         self._peak = max(self._peak, server.peak)
-        listener.close()
-        for _ in range(ACCEPTING_ROUNDS):  # those that were accepted and are not yet known
-            await asyncio.sleep(0)
+        await stop_accepting(listener)
         while server.open or server.connections:
             server.abort_all()
             await asyncio.sleep(0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,10 @@ class DataFile:
             check(row, where)
             return line, row
 
-        rows = each_row(filled, checked)
+        try:
+            rows = each_row(filled, checked)
+        except BadDataError as error:
+            raise BadDataError(_layout_problem(content, path) or f"{error}{_hint(filled[0][1])}") from None
         return cls(path, hashlib.sha256(content).hexdigest(), tuple(rows))
 
     def where(self, line: int) -> str:
@@ -129,11 +133,35 @@ def each_row(rows: Iterable[T], convert: Callable[[T], R]) -> list[R]:
     return converted
 
 
+def _layout_problem(content: bytes, path: Path) -> str | None:
+    """Describe a file that is JSON as a whole, in one array or on several lines, and not line by line."""
+    try:
+        whole = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    name = shlex.quote(str(path))
+    if isinstance(whole, list) and whole and all(isinstance(row, dict) for row in whole):
+        return f"{path} is one JSON array; write each example on a line of its own: jq -c '.[]' {name}"
+    if b"\n" in content.strip():
+        return f"{path} is one JSON value on several lines; write it on one line: jq -c . {name}"
+    return None
+
+
+def _hint(first_line: str) -> str:
+    """Say what a file must look like if not even its first line is JSON."""
+    try:
+        json.loads(first_line)
+    except (ValueError, RecursionError):
+        return "\nEach line of the file must be a JSON object (JSONL)."
+    return ""
+
+
 def _parsed(line: str, where: str) -> Any:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise BadDataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from None
+        problem = error.msg.removesuffix(" at")  # some messages end in it
+        raise BadDataError(f"{where}: not valid JSON: {problem} at column {error.colno}") from None
     except ValueError as error:  # for example a number with too many digits
         raise BadDataError(f"{where}: not valid JSON: {error}") from None
     except RecursionError:

@@ -6,7 +6,7 @@ import math
 import struct
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tinsmith.cli import output
-from tinsmith.cli.manage.run_curves import Steps, curve_of, main_metric
+from tinsmith.cli.manage.run_curves import Steps, curve_of, is_gradient, main_metric
 from tinsmith.cli.manage.status import _stage_rows
 from tinsmith.cli.manage.usage import merged, summed, total, windows
 from tinsmith.cli.output import ago, cell, duration, fetch, size, title
@@ -120,9 +120,16 @@ def test_a_mean_goes_over_weights_whatever_their_scale() -> None:
     assert scaled.metrics["loss"] == pytest.approx(4.98)
     (plain,) = steps.add([point(2, "optim_step", loss_sum=6.0, tokens_sum=4.0, weights_sum=2.0)])
     assert plain.metrics["loss"] == 3.0
-    (gradients,) = steps.add([point(3, "optim_step", loss_sum=6.0, tokens_sum=4.0, weights_sum=-0.5)])
-    assert "loss" not in gradients.metrics
-    assert main_metric([gradients]) == "loss:sum"
+
+
+@pytest.mark.parametrize("weights", [{"weights_sum": -0.5}, {"weights_sum": 0.5, "weights_min": -0.25}])
+def test_a_gradient_of_the_clients_is_not_taken_for_a_loss(weights: dict[str, float]) -> None:
+    """Chosen answers longer than the rejected ones have positive weights in sum."""
+    (gradient,) = Steps().add([point(3, "optim_step", loss_sum=6.0, tokens_sum=4.0, **weights)])
+    assert is_gradient(gradient.metrics)
+    assert "loss" not in gradient.metrics
+    normed = replace(gradient, metrics={**gradient.metrics, "optim/grad_norm": 0.5})
+    assert main_metric([normed]) == "optim/grad_norm"
 
 
 def test_steps_of_a_server_that_names_the_optimizers_metrics_without_their_prefix() -> None:

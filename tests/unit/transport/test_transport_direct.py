@@ -69,6 +69,8 @@ class Server:
                     await reader.read()
         except (asyncio.IncompleteReadError, ConnectionError):
             self.ended.set()
+        finally:
+            writer.close()  # Python 3.13 warns of one that is not, also if the other side has closed the connection
 
 
 def serve(server: Callable[[Reader, Writer], Coroutine[Any, Any, None]], scenario: Scenario, **options: Any) -> None:

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 
 LOSS = "loss"
 """Our name for the mean loss, where the server reports the weights or the number of the tokens."""
+GRADIENT = "optim/grad_norm"
+ELSEWHERE = (
+    "This run's client computes the loss (DPO, forward_backward_custom), and the server gets only the gradient. The "
+    "loss is in the results of the program that trains. The output directory of tinsmith train has it, too: tinsmith "
+    "run plot DIRECTORY."
+)
+LOCAL = ("loss", "accuracy", "margin")
+"""What is drawn of an output directory by default, as far as it is there."""
 SHOWN = 10
 """Steps in the table of `watch`."""
 
@@ -77,11 +85,20 @@ def joined(passes: list[dict[str, Any]]) -> dict[str, float]:
 def _with_loss(metrics: dict[str, float]) -> dict[str, float]:
     """Add the mean loss, if the server reports what the sum goes over.
 
-    A mean over weights does not depend on their scale; `tinsmith train` scales them so that they add up to 1. Weights
-    that add up to 0 or less are not those of a mean, but gradients of a loss that the client computes.
+    A mean over weights does not depend on their scale; `tinsmith train` scales them so that they add up to 1.
     """
     count = metrics.get("weights:sum", metrics.get("tokens:sum", 0.0))
-    return {LOSS: metrics["loss:sum"] / count, **metrics} if count > 0 and "loss:sum" in metrics else metrics
+    if count <= 0 or "loss:sum" not in metrics or is_gradient(metrics):
+        return metrics
+    return {LOSS: metrics["loss:sum"] / count, **metrics}
+
+
+def is_gradient(metrics: Mapping[str, float]) -> bool:
+    """Whether the weights of a step are the gradient of a loss that the client computed, as in DPO.
+
+    Then the server's `loss:sum` carries that gradient, and its value says nothing about the loss.
+    """
+    return metrics.get("weights:min", 0.0) < 0 or metrics.get("weights:sum", 1.0) <= 0
 
 
 def pages(extensions: Any, run_id: str, after: int = -1) -> Iterator[dict[str, Any]]:
@@ -95,9 +112,10 @@ def pages(extensions: Any, run_id: str, after: int = -1) -> Iterator[dict[str, A
 
 
 def main_metric(steps: list[CurvePoint]) -> str | None:
-    """Return the metric to show by default: the loss, if there is one."""
+    """Return the metric to show by default: the loss, or the norm of the gradient where only the client knows it."""
     names = [name for step in steps for name in step.metrics]
-    return next((name for name in (LOSS, "loss:mean", "loss:sum") if name in names), names[0] if names else None)
+    wanted = (GRADIENT,) if any(is_gradient(step.metrics) for step in steps) else (LOSS, "loss:mean", "loss:sum")
+    return next((name for name in wanted if name in names), names[0] if names else None)
 
 
 def curve_of(steps: list[CurvePoint], name: str) -> list[tuple[float, float]]:
@@ -106,7 +124,7 @@ def curve_of(steps: list[CurvePoint], name: str) -> list[tuple[float, float]]:
 
 
 @click.command()
-@click.argument("run_id")
+@click.argument("run_id", metavar="RUN_ID_OR_DIRECTORY")
 @click.option(
     "-m", "--metric", "metrics", multiple=True, metavar="NAME", help="Metric to draw; repeatable.  [default: the loss]"
 )
@@ -126,29 +144,59 @@ def plot(run_id: str, metrics: tuple[str, ...], every: bool, output: Path | None
 
     A step is everything up to one optim_step. The server keeps the curve as long as a checkpoint of the run exists, and
     at least as long as its setting curve_grace_s. Runs with more than 4096 steps are thinned out.
-    """
-    from tinsmith.client.connection.own_endpoints import Extensions
 
+    If the client computes the loss (DPO, forward_backward_custom), the server knows only its gradient, whose norm is
+    drawn. The output directory of `tinsmith train` has the loss, and for DPO the share of pairs right and the margin:
+    give the directory instead of the run's id.
+    """
     if output is not None:
-        from tinsmith.cli.plots import check_output, write_curves
+        from tinsmith.cli.plots import check_output
 
         check_output(output)
+    is_local = Path(run_id).is_dir()
+    steps = _local_steps(Path(run_id)) if is_local else _server_steps(run_id)
+    _show(run_id, steps, _chosen(steps, metrics, every, run_id, is_local), output)
+    if not metrics and not every and any(is_gradient(step.metrics) for step in steps):
+        echo(ELSEWHERE, err=True)
+
+
+def _server_steps(run_id: str) -> list[CurvePoint]:
+    from tinsmith.client.connection.own_endpoints import Extensions
+
     steps = Steps()
     with operations() as holder:
         for page in pages(Extensions(holder), run_id):
             steps.add(page["points"])
-    curves = _chosen(steps.done, metrics, every, run_id)
+    return steps.done
+
+
+def _local_steps(out: Path) -> list[CurvePoint]:
+    """Read the steps that `tinsmith train` has written to its output directory."""
+    from tinsmith.cli.train.state import METRICS, MetricsFile
+
+    if not (out / METRICS).is_file():
+        raise click.BadParameter(f"{out} has no {METRICS}: it is not an output directory of tinsmith train")
+    rows = [row for row in MetricsFile(out).rows() if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    measured = [{name: value for name, value in row.items() if isinstance(value, float)} for row in rows]
+    return [CurvePoint(row["step"], 0, 0.0, 0.0, found) for row, found in zip(rows, measured, strict=True)]
+
+
+def _show(run_id: str, steps: list[CurvePoint], curves: dict[str, Points], output: Path | None) -> None:
     if output is not None:
+        from tinsmith.cli.plots import write_curves
+
         write_curves(output, f"Training run {run_id}", curves)
     if wants_json():
-        print_json({"training_run_id": run_id, "steps": [_plain(step) for step in steps.done]})
+        print_json({"training_run_id": run_id, "steps": [_plain(step) for step in steps]})
     elif output is not None:
         echo(str(output))
     else:
         _draw(curves)
 
 
-def _chosen(steps: list[CurvePoint], metrics: tuple[str, ...], every: bool, run_id: str) -> dict[str, Points]:
+def _chosen(
+    steps: list[CurvePoint], metrics: tuple[str, ...], every: bool, run_id: str, is_local: bool
+) -> dict[str, Points]:
     names = list(dict.fromkeys(name for step in steps for name in step.metrics))
     if not names:
         raise click.ClickException(
@@ -157,8 +205,8 @@ def _chosen(steps: list[CurvePoint], metrics: tuple[str, ...], every: bool, run_
     for name in metrics:
         if name not in names:
             raise click.BadParameter(f"the run has no metric {name!r} (available: {', '.join(names)})")
-    wanted = names if every else list(metrics) or [main_metric(steps) or names[0]]
-    return {name: curve_of(steps, name) for name in wanted}
+    usual = [name for name in LOCAL if name in names] if is_local else [main_metric(steps) or names[0]]
+    return {name: curve_of(steps, name) for name in (names if every else list(metrics) or usual)}
 
 
 def _draw(curves: Mapping[str, Points]) -> None:

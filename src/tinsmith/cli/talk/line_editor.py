@@ -10,9 +10,11 @@ plain text.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
+import signal
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -30,10 +32,20 @@ from prompt_toolkit.shortcuts import CompleteStyle
 MAX_ENTRIES = 1000
 MAX_ENTRY_CHARACTERS = 100_000
 """A longer message is not kept in the history."""
+TERMINATED_CODE = 128 + signal.SIGTERM
+"""The exit code that shells give to a process that SIGTERM ended."""
+
+
+class TerminatedError(Exception):
+    """SIGTERM arrived at the prompt."""
 
 
 class LineEditor:
-    """A prompt that returns one message at a time; Ctrl-C raises KeyboardInterrupt, Ctrl-D EOFError."""
+    """A prompt that returns one message at a time; Ctrl-C raises KeyboardInterrupt, Ctrl-D EOFError.
+
+    SIGTERM raises SystemExit, when the terminal is as it was before the prompt: without that, the shell would be left
+    with a terminal that does not show what is typed.
+    """
 
     def __init__(self, history: Path, commands: Mapping[str, str]) -> None:
         output = create_output(always_prefer_tty=True)  # stderr if answers go to a file
@@ -51,7 +63,20 @@ class LineEditor:
         )
 
     def read(self) -> str:
-        return self._session.prompt()
+        try:
+            return self._session.prompt(pre_run=self._end_when_terminated)
+        except TerminatedError:
+            raise SystemExit(TERMINATED_CODE) from None
+
+    def _end_when_terminated(self) -> None:
+        """Leave the prompt at SIGTERM. The loop, which runs as long as the prompt, takes the handler with it."""
+        with contextlib.suppress(NotImplementedError):  # Windows, where nothing can catch it
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._leave)
+
+    def _leave(self) -> None:
+        application = self._session.app
+        if application.is_running and not application.is_done:
+            application.exit(exception=TerminatedError())
 
 
 class CommandCompleter(Completer):

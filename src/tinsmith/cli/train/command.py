@@ -27,7 +27,7 @@ DEFAULTS: dict[str, Any] = {"rank": 32, "eval_split": 0.0, "seed": 0, "beta": 0.
 @click.option("--model", metavar="NAME", help="Base model.  [default: the server's first]")
 @click.option("--rank", type=click.IntRange(1, 512), metavar="N", help="Rank of the LoRA adapter.  [default: 32]")
 @click.option(
-    "--lr", "learning_rate", type=click.FloatRange(min=0, min_open=True), metavar="X",
+    "--lr", "--learning-rate", "learning_rate", type=click.FloatRange(min=0, min_open=True), metavar="X",
     help="Initial learning rate; decays linearly to 0.  [default: by the size of the data]",
 )  # fmt: skip
 @click.option("--epochs", type=click.IntRange(min=1), metavar="N", help="Passes over the data.  [default: by its size]")

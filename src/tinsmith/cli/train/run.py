@@ -169,7 +169,10 @@ class TrainRun:
         if cut:
             lines = ", ".join(cut[:10]) + (", ..." if len(cut) > 10 else "")
             self._note(f"truncated {len(cut)} of {len(items)} to {self._context} tokens (lines {lines})")
-        return split(items, self.plan.eval_split, self.plan.seed)
+        kept, held_out = split(items, self.plan.eval_split, self.plan.seed)
+        if self.plan.eval_split and not held_out:
+            self._note(f"nothing is held out: {described(items, self.plan)} cannot be split")
+        return kept, held_out
 
     def _open(self) -> Any:
         if self.state is None:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from tinsmith.client.connection.connection import Connection
 from tinsmith.client.runtime.sequence import Numbers
-from tinsmith.errors import APIStatusError, InvalidInputError, TinkerError
+from tinsmith.errors import APIStatusError, APITimeoutError, InvalidInputError, TinkerError
 from tinsmith.transport.base import Purpose
 from tinsmith.transport.retry import NO_RETRY
 from tinsmith.version import PROTOCOL_VERSION
@@ -113,6 +113,8 @@ class Session:
         except APIStatusError as error:
             if error.status_code not in (404, 405, 410):  # servers before 0.28 have no such route
                 logger.warning("finishing session %s failed: %s", self._id, error)
+        except APITimeoutError as error:  # a busy server, which ends the session when the heartbeats stay away
+            logger.info("session %s is left to expire: %s", self._id, error)
         except TinkerError as error:
             logger.warning("finishing session %s failed: %s", self._id, error)
 

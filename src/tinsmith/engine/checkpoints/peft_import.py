@@ -81,6 +81,8 @@ def as_checkpoint(
 
 
 def _read_config(adapter: Path) -> dict[str, Any]:
+    if not (adapter / ADAPTER_CONFIG).exists():
+        raise InvalidInputError(f"{adapter} has no {ADAPTER_CONFIG}: it is not the directory of a PEFT adapter")
     try:
         config = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8"))
         if config["peft_type"] != "LORA":

@@ -114,6 +114,10 @@ def _merged(first: Any, second: Any) -> list[int]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise InvalidInputError(
+            f"{path.parent} has no {path.name}: it is not a model in Hugging Face's layout"
+        ) from error
     except (OSError, ValueError) as error:
         raise InvalidInputError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict):

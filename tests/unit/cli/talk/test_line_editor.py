@@ -97,6 +97,28 @@ def test_ctrl_c_drops_the_line_and_ctrl_d_ends(started: Callable[[], Terminal]) 
     assert terminal.end() == 0
 
 
+@pytest.mark.parametrize("typed", ["", "half a mess"])
+def test_a_terminated_prompt_leaves_the_terminal_as_it_was(typed: str, path: Path) -> None:
+    ended = f"""import atexit
+atexit.register(print, "cleaned up")
+input("ready?")
+{PROGRAM}"""
+    with Terminal([sys.executable, "-c", ended, str(path)], {**os.environ, "TERM": "xterm-256color"}) as terminal:
+        terminal.wait_for("ready")
+        before = terminal.modes
+        terminal.type("\n")
+        terminal.wait_for(PROMPT)
+        terminal.type("a message\r")
+        read(terminal, "a message")
+        terminal.type(typed)
+        terminal.wait_for(typed)
+        assert terminal.modes != before
+        terminal.terminate()
+        terminal.wait_for("cleaned up")
+        assert terminal.modes == before
+        assert terminal.end() == 143
+
+
 def test_tab_completes_commands_and_nothing_else(started: Callable[[], Terminal]) -> None:
     terminal = started()
     terminal.type(f"/c{TAB}x y\r")

@@ -82,6 +82,35 @@ def test_all_bad_lines_are_reported_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (
+            json.dumps([CHAT, CHAT]),
+            "data.jsonl is one JSON array; write each example on a line of its own: jq -c '.[]' ",
+        ),
+        (json.dumps([CHAT, CHAT], indent=2), "data.jsonl is one JSON array; write each example on a line of its own"),
+        (json.dumps(CHAT, indent=2), "data.jsonl is one JSON value on several lines; write it on one line: jq -c . "),
+    ],
+    ids=["array", "indented array", "indented object"],
+)
+def test_json_that_is_not_line_by_line_is_recognized(text: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(BadDataError) as caught:
+        written(tmp_path, text)
+    assert problem in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_file_that_is_no_json_is_told_what_it_should_be(tmp_path: Path) -> None:
+    with pytest.raises(BadDataError) as caught:
+        written(tmp_path, "prompt,completion", '{"a')
+    assert [line.rpartition("data.jsonl:")[2] for line in str(caught.value).splitlines()] == [
+        "1: not valid JSON: Expecting value at column 1",
+        "2: not valid JSON: Unterminated string starting at column 2",
+        "Each line of the file must be a JSON object (JSONL).",
+    ]
+
+
+@pytest.mark.parametrize(
     ("bad", "end"), [(20, "data.jsonl:20: messages is empty"), (21, "... and 1 more"), (500, "... and 480 more")]
 )
 def test_the_first_twenty_bad_lines_are_listed_and_the_rest_counted(bad: int, end: str, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def other_kind(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (without("config.json"), "config.json cannot be read"),
+        (without("config.json"), "has no config.json: it is not a model"),
         (without("model.safetensors"), "contains neither model.safetensors nor"),
         (without("tokenizer.json"), "has no tokenizer.json; save the model's tokenizer there"),
         (cut("model.safetensors"), "model.safetensors cannot be read"),

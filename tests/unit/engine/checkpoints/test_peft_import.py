@@ -146,7 +146,7 @@ def test_damaged_adapters_are_refused(base: Path, tmp_path: Path) -> None:
         ("cannot be read", lambda: (source / "adapter_model.safetensors").write_bytes(b"xx")),
         ("other formats", lambda: (source / "adapter_model.safetensors").unlink()),
         ("cannot be read", lambda: (source / "adapter_config.json").write_text("[]")),
-        ("cannot be read", lambda: (source / "adapter_config.json").unlink()),
+        ("has no adapter_config.json: it is not", lambda: (source / "adapter_config.json").unlink()),
     ]
 
     def save(tensors: dict[str, torch.Tensor]) -> None:

@@ -190,7 +190,7 @@ def test_weights_that_do_not_fit_are_refused(
 
 
 def test_a_directory_without_weights_or_config(tmp_path: Path, tiny: Callable[..., Any]) -> None:
-    with pytest.raises(InvalidInputError, match=r"config.json cannot be read"):
+    with pytest.raises(InvalidInputError, match=r"has no config.json: it is not a model"):
         SafetensorsDirectory(tmp_path)
     shutil.copy(tiny().directory / "config.json", tmp_path)
     with pytest.raises(InvalidInputError, match=r"contains neither model.safetensors nor"):

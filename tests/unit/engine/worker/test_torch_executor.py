@@ -358,7 +358,7 @@ def test_results_of_training_hold_nothing_that_a_replay_could_change(home: Path)
     engine, jobs = executor(home), Jobs(NAME)
     train(engine, jobs.create())
     output = decode_output(train(engine, jobs.forward_backward(datum(PROBE))).body)
-    assert set(output.metrics) == {"loss:sum", "tokens:sum", "weights:sum"}
+    assert set(output.metrics) == {"loss:sum", "tokens:sum", "weights:sum", "weights:min"}
     assert [set(row) for row in output.loss_fn_outputs] == [{"logprobs"}]
     step = msgspec.json.decode(train(engine, jobs.optim_step()).body)
     assert set(step["metrics"]) == set(OPTIM_METRICS)

@@ -20,7 +20,10 @@ class CrossEntropy:
         is_weighted_N = weights_N != 0
         # A logprob may be -inf where the weight is 0 (an unlisted target); 0 * inf would make the sum NaN.
         loss_N = torch.where(is_weighted_N, -weights_N * logprobs_N, torch.zeros_like(logprobs_N))
-        return TokenLoss(loss_N, {"tokens:sum": total(is_weighted_N), "weights:sum": total(weights_N)})
+        # A negative weight tells that the loss is no mean: the client sent the gradient of a loss of its own.
+        least = weights_N.detach().min() if weights_N.numel() else weights_N.new_zeros(())
+        counts = {"tokens:sum": total(is_weighted_N), "weights:sum": total(weights_N)}
+        return TokenLoss(loss_N, counts | {"weights:min": least.double()})
 
 
 LOSS = CrossEntropy()

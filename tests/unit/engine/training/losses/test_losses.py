@@ -180,6 +180,7 @@ def test_cross_entropy(seed: int, size: int, targets: int | None) -> None:
     assert float(result.metrics["loss:sum"]) == pytest.approx(-(logprobs * weights).sum(), rel=1e-5, abs=1e-5)
     assert float(result.metrics["tokens:sum"]) == np.count_nonzero(weights)
     assert float(result.metrics["weights:sum"]) == pytest.approx(weights.sum())
+    assert float(result.metrics["weights:min"]) == weights.min()
     assert result.gradient_N is not None
     assert torch.equal(result.gradient_N, torch.tensor(-weights, dtype=torch.float32))
 
