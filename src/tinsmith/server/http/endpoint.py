@@ -40,7 +40,7 @@ SLOWEST_BYTES_PER_S = 4096
 READ_HERE_BYTES = 1024 * 1024
 """Bodies of routes that allow more than this are decoded by `bodies.reader_pool`, not on the loop."""
 LARGE_BYTES = 256 * 1024
-"""Larger bodies are joined and decompressed in a thread; both release Python's lock."""
+"""Larger bodies are joined, decompressed and taken apart in a thread; the first two release Python's lock."""
 NOBODY = Caller(org_id="", user_id="", key_id=0, scopes=frozenset())
 """The caller of a route that needs no key."""
 
