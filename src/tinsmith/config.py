@@ -384,6 +384,8 @@ class ServerConfig:
     """Most active sessions of one user."""
     max_models: int = 256
     """Most live models of one user."""
+    max_samplers: int = 10_000
+    """Most sampling sessions that one session may create."""
     max_queued: int = 20_000
     """Most queued requests of one organisation."""
     max_queued_bytes: int = 512 * MB

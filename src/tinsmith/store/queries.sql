@@ -211,6 +211,9 @@ ON CONFLICT (sampler_id) DO NOTHING;
 -- name: sampler
 SELECT * FROM samplers WHERE sampler_id = :sampler_id;
 
+-- name: count_samplers_of_session
+SELECT COUNT(*) AS count FROM samplers WHERE session_id = :session_id;
+
 -- name: samplers_of_session
 SELECT * FROM samplers WHERE session_id = :session_id ORDER BY created_at, sampler_id;
 
@@ -493,6 +496,7 @@ SELECT org_id, CAST(SUM(size_bytes) AS BIGINT) AS size_bytes FROM (
         FROM results JOIN jobs ON jobs.request_id = results.request_id
     UNION ALL SELECT org_id, length(request) AS size_bytes FROM custom_losses
     UNION ALL SELECT org_id, length(user_metadata) + length(tags) + 500 AS size_bytes FROM sessions
+    UNION ALL SELECT org_id, CASE WHEN directory IS NULL THEN 500 ELSE 8692 END AS size_bytes FROM samplers
 ) AS kept GROUP BY org_id ORDER BY org_id;
 
 -- name: storage_of_org

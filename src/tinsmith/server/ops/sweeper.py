@@ -45,9 +45,7 @@ async def end_session(
     models = await services.store.read(ModelRow, "models_of_session", session_id=row.session_id)
     samplers = await services.store.read(SamplerRow, "samplers_of_session", session_id=row.session_id)
     services.access.forget_session(row.session_id)
-    for sampler in samplers:
-        for request_id in services.samples.of_lane(sampler.sampler_id):
-            services.samples.cancel(request_id)
+    await services.samples.cancel_lanes({sampler.sampler_id for sampler in samplers})
     for model in models:
         await services.runs.forget(model.model_id)
     made = (creation_lane(row.session_id), loss_lane(row.session_id))
