@@ -311,7 +311,7 @@ SELECT request_id AS name, length(job) AS size_bytes FROM jobs
 WHERE lane = :lane AND seq > :after AND seq <= :seq AND state <> 'queued' AND length(job) > 0 ORDER BY seq LIMIT :limit;
 
 -- name: delete_payload
-/* many rows */ UPDATE jobs SET job = substr(job, 1, 0) WHERE request_id = :name;
+/* many rows */ UPDATE jobs SET job = substr(job, 1, 0) WHERE request_id = :name AND length(job) > 0;
 
 -- name: journal_bytes_of_lane
 SELECT CAST(COALESCE(SUM(length(job)), 0) AS BIGINT) AS size_bytes FROM jobs WHERE lane = :lane AND seq > :seq;

@@ -55,6 +55,7 @@ async def _close(services: Services, row: ModelRow) -> None:
             field="training_run_id",
         )
     await services.runs.forget(row.model_id)
+    await services.jobs.kept(row.model_id)
     queued = await services.store.read(CountRow, "count_queued_of_lane", lane=row.model_id)
     if queued[0].count:
         raise NotReadyError(f"{queued[0].count} requests of {row.model_id} have not finished yet; try again")
