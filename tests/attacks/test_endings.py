@@ -85,7 +85,7 @@ def test_samplers_take_disk_space_of_their_organisation(tmp_path: Path) -> None:
                 if answer.status != 200:
                     break
             assert 5 < number < 30
-            assert (answer.status, answer.json["field"]) == (400, "session_id")
+            assert (answer.status, answer.json["field"]) == (400, "model_path")
             assert "disk_cap_per_org_bytes" in answer.detail
             counted = server.services.disk.used("other")
             await server.services.disk.measure(is_due=True)

@@ -8,7 +8,6 @@ read, and its size decompressed. Handlers raise errors; `errors` maps them to st
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -25,6 +24,7 @@ from tinsmith.server.auth.admission import MAX_TOGETHER
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.bodies.multipart import is_form, read_form
 from tinsmith.server.call import JSON, PROTOBUF, Answer, AnyAnswer, Call, FileAnswer, Handler, StreamAnswer
+from tinsmith.server.data_dir import is_disk_full
 from tinsmith.server.http import errors
 from tinsmith.server.http.uvicorn_protocol import GuardedProtocol, connection_of
 from tinsmith.server.refusals import NotReadyError, SlowBodyError, UnknownResourceError, UnsupportedBodyError
@@ -280,7 +280,7 @@ async def unpacked(body: bytes, headers: Mapping[str, str], max_bytes: int) -> b
 
 def fault(error: Exception) -> TinkerError:
     """Return the error that a client gets for an unexpected exception, or for a full disk."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(error):
         return NotReadyError(
             "the server's disk is full; retry after deleting checkpoints or freeing space",
             retry_after_s=30,

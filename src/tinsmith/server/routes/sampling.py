@@ -39,7 +39,7 @@ async def create_sampling_session(services: Services, call: Call) -> Answer:
     sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
     known = await services.store.read(SamplerRow, "sampler", sampler_id=sampler_id)
     if not known:
-        await _check_room(services, session)
+        await _check_count(services, session)
         row = await _new_sampler(
             services, call.caller, sampler_id, session.session_id, request.base_model, request.model_path
         )
@@ -50,8 +50,8 @@ async def create_sampling_session(services: Services, call: Call) -> Answer:
     return reply(wire.CreateSamplingSessionResponse(sampling_session_id=sampler_id))
 
 
-async def _check_room(services: Services, session: SessionRow) -> None:
-    """Refuse one more sampler of a session that has too many, or of an organisation without disk space."""
+async def _check_count(services: Services, session: SessionRow) -> None:
+    """Refuse one more sampler of a session that has too many."""
     made = (await services.store.read(CountRow, "count_samplers_of_session", session_id=session.session_id))[0].count
     if made >= services.config.max_samplers:
         raise InvalidInputError(
@@ -59,7 +59,6 @@ async def _check_room(services: Services, session: SessionRow) -> None:
             "finish it, and create a new one",
             field="session_id",
         )
-    services.disk.check(session.org_id, SAMPLER_BYTES, "session_id")
 
 
 def _is_same(row: SamplerRow, request: wire.CreateSamplingSessionRequest) -> bool:
@@ -103,6 +102,7 @@ async def _new_sampler(
         raise InvalidInputError(f"base_model: {card.name} cannot be sampled here", field="base_model")
     if source is not None:
         # Named after what is sampled: two requests may arrive at once under one number, and one will be refused.
+        services.disk.check(caller.org_id, SAMPLER_BYTES, "model_path")
         place = services.files.sampler(sampler_id) / digest_of(source.directory.encode())[:16]
         await asyncio.to_thread(link_tree, Path(source.directory), place)
         services.disk.add(caller.org_id, SAMPLER_BYTES)
