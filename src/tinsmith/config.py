@@ -385,6 +385,8 @@ class ServerConfig:
     """Maximum number of active sessions of one user."""
     max_models: int = 256
     """Maximum number of live models of one user."""
+    max_samplers: int = 10_000
+    """Maximum number of sampling sessions that one session may create."""
     max_queued: int = 20_000
     """Maximum number of queued requests of one organisation."""
     max_queued_bytes: int = 512 * MB

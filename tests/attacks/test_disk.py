@@ -236,6 +236,28 @@ def test_on_a_full_disk_room_can_be_made_and_nothing_is_a_fault(full_disk: dict[
     assert left == 3
 
 
+def test_an_upload_to_a_full_disk_may_come_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was a 400, which says that the sender is to blame and should not try again."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann = await server.client()
+            message = await saved(server, ann)
+            used = server.services.disk.used("acme")
+            monkeypatch.setattr("tinsmith.server.checkpoints.upload_parts.os.pwrite", full)
+            part = await part_of(ann, UPLOAD, ADAPTER, 0, bytes(50_000))
+            assert (part.status, part.json["code"]) == (503, "not_ready")
+            assert server.services.disk.used("acme") == used
+            monkeypatch.setattr(Path, "write_bytes", full)
+            whole = await upload(ann, message)
+            assert (whole.status, whole.json["code"]) == (503, "not_ready")
+
+    run(scenario())
+
+
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_a_full_disk_is_no_mistake_of_ours(number: int) -> None:
     assert status_of(fault(OSError(number, "full"))) == 503

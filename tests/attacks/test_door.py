@@ -25,12 +25,43 @@ from support.in_process import (
 )
 
 from tinsmith.engine.protocol import ModelCard, Status
-from tinsmith.errors import StoreError
+from tinsmith.errors import InvalidInputError, StoreError
 from tinsmith.server.auth.admission import MAX_TOGETHER
 from tinsmith.server.data_dir import remove_tree
+from tinsmith.server.http.endpoint import Endpoint
 from tinsmith.server.redaction import redacted_text
 from tinsmith.server.routes import own
 from tinsmith.wire.codecs import zstd
+from tinsmith.wire.routes.door import ELSEWHERE, Door
+from tinsmith.wire.routes.table import Route
+
+
+def test_a_route_that_does_not_say_who_may_call_it_does_not_start(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="door"):
+        Route(name="x", method="GET", path="/x")  # type: ignore[call-arg]
+    for missing in ("owner", "cost"):
+        declared: dict[str, Any] = {"scopes": frozenset({"read"}), "owner": "nothing", "cost": "memory"}
+        with pytest.raises(TypeError, match=missing):
+            Door(**{name: value for name, value in declared.items() if name != missing})
+    for field, value in (
+        ("scopes", frozenset()),
+        ("scopes", frozenset({"all"})),
+        ("open_to", "anybody"),
+        ("open_to", "everybody"),  # with a scope that nobody would check
+        ("owner", "nobody"),
+        ("cost", "free"),
+    ):
+        declared = {"scopes": frozenset({"read"}), "owner": "nothing", "cost": "memory", field: value}
+        with pytest.raises(InvalidInputError, match="scopes" if value == "everybody" else field):
+            Door(**declared)
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            closed = Route(name="x", method="GET", path="/x", door=ELSEWHERE)
+            with pytest.raises(ValueError, match="x is open to nobody"):
+                Endpoint(server.services, closed, own.alive)
+
+    run(scenario())
 
 
 def test_a_read_key_ends_moves_takes_back_and_begins_nothing(tmp_path: Path) -> None:
@@ -301,10 +332,10 @@ def test_one_tenant_cannot_take_all_threads(tmp_path: Path, monkeypatch: pytest.
         released = threading.Event()
         begun: list[Path] = []
 
-        def slow(directory: Path) -> dict[str, Any]:
+        def slow(directory: Path) -> bytes:
             begun.append(directory)
             assert len(begun) > MAX_TOGETHER["files"] or released.wait(20)
-            return {}
+            return b"{}"
 
         monkeypatch.setattr(own, "_tokenizer_files", slow)
         card = ModelCard(name="m", vocab_size=32, max_context_length=24, tokenizer_directory=str(tmp_path))

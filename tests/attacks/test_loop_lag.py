@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.in_process import API, Answer, Gate, Recorder, serving
+from prometheus_client.parser import text_string_to_metric_families
+from support.in_process import API, Answer, Gate, Recorder, Server, serving
 from support.loop_lag import Lag, watched_loop
 
 from tinsmith.config import ServerConfig
@@ -231,6 +233,26 @@ def test_no_list_holds_the_loop(tmp_path: Path) -> None:
 
 def replaced(row: Any, **changes: Any) -> Any:
     return type(row)(**{**row.parameters(), **changes})
+
+
+def test_metrics_have_the_lag_as_a_histogram(tmp_path: Path) -> None:
+    async def lag(server: Server) -> dict[str, float]:
+        answer = await server.request("GET", "/metrics")
+        families = {family.name: family for family in text_string_to_metric_families(answer.body.decode())}
+        family = families["tinsmith_loop_lag_seconds"]
+        assert family.type == "histogram"
+        return {sample.name.rpartition("_")[2] + sample.labels.get("le", ""): sample.value for sample in family.samples}
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            before = await lag(server)
+            time.sleep(0.6)  # longer than the watch sleeps
+            while (after := await lag(server))["count"] < before["count"] + 1:
+                await asyncio.sleep(0.01)
+            assert after["bucket0.25"] < after["count"]
+            assert after["sum"] - before["sum"] > 0.4
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_no_scrape_holds_the_loop(tmp_path: Path) -> None:

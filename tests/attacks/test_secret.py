@@ -92,3 +92,43 @@ def test_everything_that_a_server_keeps_is_for_its_user_alone(tmp_path: Path) ->
     paths = [tmp_path / "data", *(tmp_path / "data").rglob("*")]
     assert len(paths) > 5
     assert [path for path in paths if stat.S_IMODE(path.stat().st_mode) & 0o077] == []
+
+
+def test_ranges_of_a_download_that_cannot_be_sent_are_refused_like_everything_else(tmp_path: Path) -> None:
+    """Found by fuzzing: the refusal was plain text without a code."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann, session, _ = await begun(server)
+            url = (await ann.get(f"sessions/{session}/trace_export")).json["url"].partition("server.test")[2]
+            whole = await server.request("GET", url)
+            part = await server.request("GET", url, headers={"range": "bytes=2-4"})
+            assert (part.status, part.body) == (206, whole.body[2:5])
+            for value, status in (("bytes=x", 400), ("lines=1-2", 400), ("bytes=999999-", 416)):
+                answer = await server.request("GET", url, headers={"range": value})
+                assert (answer.status, answer.json["code"]) == (status, "invalid_input"), value
+                assert answer.json["field"] == "range"
+            assert answer.headers["content-range"] == f"bytes */{len(whole.body)}"
+
+    run(scenario())
+
+
+def test_a_file_that_is_deleted_while_it_is_asked_for_reads_as_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann, session, _ = await begun(server)
+            url = (await ann.get(f"sessions/{session}/trace_export")).json["url"].partition("server.test")[2]
+            resolve = Files.resolve
+
+            def resolved(self: Files, name: str) -> Path:
+                path = resolve(self, name)
+                path.unlink()
+                return path
+
+            monkeypatch.setattr(Files, "resolve", resolved)
+            answer = await server.request("GET", url)
+            assert (answer.status, answer.json["code"]) == (404, "unknown_resource")
+
+    run(scenario())

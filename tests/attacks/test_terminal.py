@@ -81,7 +81,7 @@ def test_no_command_is_forgotten() -> None:
 
 def test_everything_is_printed_by_one_file() -> None:
     """Whoever prints past it would send what others wrote to the terminal as it is."""
-    for file in SOURCE.glob("*.py"):
+    for file in SOURCE.rglob("*.py"):
         if file.name != "output.py":
             used = re.findall(
                 r"\bclick\.(?:echo|secho|echo_via_pager)\b|\bprint\(|\bConsole\(|sys\.stdout\.write", file.read_text()

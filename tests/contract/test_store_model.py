@@ -11,6 +11,7 @@ from support import store_rows as make
 from support.stores import AnyStore, MakeStore, run
 
 from tinsmith.errors import ConstraintError
+from tinsmith.server.jobs.pruning import delete_requests
 from tinsmith.store.base import Statement, statement
 from tinsmith.store.rows import JobRow
 
@@ -73,7 +74,7 @@ def test_concurrent_writes_are_as_if_one_after_another(make_store: MakeStore) ->
     @given(rounds=ROUNDS)
     def check(rounds: list[list[list[Step]]]) -> None:
         async def scenario(store: AnyStore) -> None:
-            await store.write(statement("prune_session_jobs", session_id="session-1"))
+            await delete_requests(store, "stored_of_session", session_id="session-1")
             await follow(store, rounds)
 
         run(make_store, scenario)

@@ -9,6 +9,7 @@ from support import store_rows as make
 from support.stores import AnyStore, MakeStore, run
 
 from tinsmith.errors import ConstraintError
+from tinsmith.server.jobs.pruning import DeletableRow, delete_in_pieces, delete_requests
 from tinsmith.server.ops.spending import StoredRow
 from tinsmith.server.ops.sweeper import ModelIdRow, SessionIdRow
 from tinsmith.store import rows
@@ -254,9 +255,10 @@ def test_the_journal_is_in_order_and_can_be_cut(make_store: MakeStore) -> None:
         size = await store.read(rows.SizeRow, "journal_bytes_of_lane", lane="model-1", seq=1)
         assert size == [rows.SizeRow(size_bytes=40)]
         some = {"lane": "model-1", "after": 1, "seq": 4}
-        assert await store.write(statement("prune_journal_some", **some, limit=1)) == 1
-        assert await store.write(statement("prune_journal_some", **some, limit=9)) == 1
-        assert await store.write(statement("prune_journal_some", **some, limit=9)) == 0
+        found = await store.read(DeletableRow, "payloads_of_lane", **some, limit=1)
+        assert found == [DeletableRow(name="model-1:2", size_bytes=10)]
+        await delete_in_pieces(store, "payloads_of_lane", "delete_payload", **some)
+        assert await store.read(DeletableRow, "payloads_of_lane", **some, limit=9) == []
         assert await store.write(statement("prune_journal", lane="model-1", seq=4)) == 1
         assert await store.write(statement("prune_journal", lane="model-1", seq=4)) == 0
         left = await store.read(rows.JobRow, "jobs_of_lane_after", lane="model-1", seq=-1, limit=9)
@@ -302,9 +304,18 @@ def test_pruning_takes_all_of_a_session_that_ended_long_ago(make_store: MakeStor
                 await store.write(statement("insert_job", job), statement("insert_result", make.result(job.request_id)))
         before = {"before": 20.0, "limit": 9}
         assert [row.session_id for row in await store.read(SessionIdRow, "sessions_to_prune", **before)] == ["old"]
-        pruning = ("prune_session_results", "prune_session_jobs", "prune_session_losses", "set_session_pruned")
-        assert await store.write(*(statement(name, session_id="old") for name in pruning)) == 3 + 3 + 1 + 1
+        assert await store.write(statement("set_session_pruned", session_id="old")) == 1
         assert await store.read(SessionIdRow, "sessions_to_prune", **before) == []
+        stored = await store.read(DeletableRow, "stored_of_session", session_id="old", limit=9)
+        one, result = make.job(), make.result()
+        assert [row.size_bytes for row in stored] == [len(one.job) + len(result.body)] * 3
+        assert sorted(row.name for row in stored) == [f"old-model:{seq}" for seq in range(3)]
+        assert await store.read(DeletableRow, "stored_of_lane", lane="old-model", limit=9) == stored
+        assert [row.session_id for row in await store.read(SessionIdRow, "sessions_half_pruned")] == ["old"]
+        await delete_requests(store, "stored_of_session", session_id="old")
+        assert [row.session_id for row in await store.read(SessionIdRow, "sessions_half_pruned")] == ["old"]
+        await delete_in_pieces(store, "losses_of_session", "delete_custom_loss", session_id="old")
+        assert await store.read(SessionIdRow, "sessions_half_pruned") == []
         for name in sessions:
             left = 0 if name == "old" else 3
             assert len(await store.read(rows.JobHeadRow, "job_heads_of_session", session_id=name, limit=9)) == left
@@ -332,7 +343,8 @@ def test_checkpoints(make_store: MakeStore) -> None:
         )
         assert [row.public for row in await store.read(rows.CheckpointRow, "checkpoint", path=a.path)] == [True]
         assert await store.read(rows.CheckpointRow, "checkpoints_expired", before=30.0, limit=5) == []
-        assert await store.write(statement("delete_checkpoint", path=b.path)) == 1
+        assert await store.write(statement("delete_checkpoint", path=b.path, directory="/another")) == 0
+        assert await store.write(statement("delete_checkpoint", path=b.path, directory=b.directory)) == 1
         assert await store.read(rows.CheckpointRow, "checkpoint", path=b.path) == []
         assert await store.read(rows.SizeRow, "checkpoint_bytes") == [rows.SizeRow(size_bytes=2**33 + 5)]
 
@@ -475,7 +487,7 @@ def test_runs_are_forgotten_when_nothing_else_is_left_of_them(make_store: MakeSt
         await store.write(statement("put_checkpoint", saved))
         found = await store.read(ModelIdRow, "runs_to_forget", before=10.0, limit=9)
         assert [row.model_id for row in found] == ["old-1"]
-        await store.write(statement("delete_checkpoint", path=saved.path))
+        await store.write(statement("delete_checkpoint", path=saved.path, directory=saved.directory))
         found = await store.read(ModelIdRow, "runs_to_forget", before=10.0, limit=9)
         assert [row.model_id for row in found] == ["old-1", "old-2"]
 

@@ -26,13 +26,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 from urllib.parse import quote
 
 import msgspec
 
+from support.fuzz_world import Ids, settle, small_card
 from support.in_process import Answer, Client, Recorder, Server, datum, forward_backward, sample, serving
-from tinsmith.engine.protocol import AnyJob, ModelCard
+from tinsmith.engine.protocol import AnyJob
 from tinsmith.store.sqlite import SqliteStore
 from tinsmith.testing.backend import MemoryBackend
 from tinsmith.wire.codecs import zstd
@@ -42,7 +43,6 @@ from tinsmith.wire.messages.training import ForwardBackwardRequest
 from tinsmith.wire.routes.own import OWN_ROUTES
 from tinsmith.wire.routes.table import ROUTES, Route
 
-SMALL = ModelCard(name="small", vocab_size=32, max_context_length=24)
 TENANTS = 3
 OPTIONAL = 0.25
 """How often a field that may be left out is there."""
@@ -58,10 +58,12 @@ RARE = {
     "create_session": 0.1,
     "unload_model": 0.05,
     "delete_checkpoint": 0.1,
+    "delete_run": 0.1,
+    "import_weights": 0.1,
     "metrics": 0.1,
     "export_session_trace": 0.3,
 }
-"""Routes that take away what others need, or are slow: how often they come, where others come once."""
+"""Routes that delete what others need, are slow, or leave much behind: how often they come where others come once."""
 
 TEXTS = ("", "\0", "../../secret", "tinker://a/weights/b", "a" * 600, "😀", "NaN", "null", "'--", "%00", "x" * 3000)
 NUMBERS = (0, 1, -1, 2, 31, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, 0.5, -0.0, 1e-320, 1e308)
@@ -77,8 +79,6 @@ GRAPH = {
         {"op": "output", "name": "output", "target": "output", "args": [{"ref": "logprobs"}], "kwargs": {}},
     ],
 }
-
-Ids: TypeAlias = dict[str, list[Any]]
 
 
 class Forgetful(Recorder):
@@ -98,57 +98,19 @@ class Tenant:
 
     async def begin(self) -> None:
         """A session with something of everything in it; the one before falls silent."""
-        ann = self.client
-        session = await ann.session()
-        model = await ann.model(session, base_model=SMALL.name)
-        promise = await ann.post("forward_backward", forward_backward(model, 1))
-        await ann.result(promise)
-        path = await ann.save(model, 2, "one")
-        await ann.save(model, 3, "two", "save_weights_for_sampler")
-        sampler = await ann.sampler(session, 0, base_model=SMALL.name)
-        done = await ann.post("asample", sample(sampler, 1))
-        await ann.result(done)
-        self.seq = 4
-        requests = [promise.json["request_id"], done.json["request_id"]]
         self.ids = {
-            "session_id": [session],
-            "model_id": [model],
-            "training_run_id": [model],
-            "sampling_session_id": [sampler],
-            "sampler_id": [sampler],
-            "request_id": requests,
-            "retrieved_request_ids": [requests],
-            "checkpoint_id": ["weights/one", "sampler_weights/two", "external_weights/none"],
-            "path": [path, "three"],
-            "tinker_path": [path],
-            "source_path": [path],
-            "model_path": [path],
-            "base_model": [SMALL.name],
-            "model": [SMALL.name],
-            "name": ["logprobs", "three", "secret"],
-            "starting_on": ["2027-01-15T00:00:00Z"],
-            "ending_before": ["2027-01-16T00:00:00Z", "0001-01-01T00:00:00+14:00", "9999-12-31T23:00:00-10:00"],
-            "day": ["2027-01-15", "9999-12-31"],
-            "by": ["run", "project", "model"],
-            "prompt": [{"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}],
-            "sampling_params": [{"max_tokens": 2}],
-            "adam_params": [{"learning_rate": 0.1}],
-            "data": [[datum(1, 2, 3)], [datum(5, 6), datum(7)]],
+            **await settle(self.client),
             "loss_fn": ["cross_entropy"],
-            "num_samples": [1, 2],
+            "data": [[datum(1, 2, 3)], [datum(5, 6), datum(7)]],
             "timeout": [0.001],
-            "upload": ["u1"],
-            "file": ["adapter_model.safetensors", "adapter_config.json"],
-            "offset": [0, 10],
             "rank": [4],
             "graph": [GRAPH],
             "inputs": [[{"name": "logprobs", "rank": 1}]],
             "lora_config": [{"rank": 4}],
             "optimizer_config": [{"type": "adamw"}],
-            "target_prompt_logprobs": [None],
-            "topk_prompt_logprobs": [0, 3],
-            "prompt_alt_tokens_k": [0, 3],
         }
+        self.ids["retrieved_request_ids"] = [self.ids["request_id"]]
+        self.seq = 4
 
 
 def example(annotation: Any, name: str, ids: Ids, draw: random.Random) -> Any:
@@ -269,7 +231,9 @@ class Maker:
         path = route.path
         for name in route.parameters:
             value = draw.choice(whose.ids.get(name, ["x"])) if draw.random() < 0.9 else draw.choice(TEXTS)
-            path = path.replace(f"{{{name}}}", quote(str(value) or "x", safe="/" if name == "checkpoint_id" else ""))
+            path = path.replace(
+                f"{{{name}}}", quote(str(value) or "x", safe="/" if name in ("checkpoint_id", "name") else "")
+            )
         if route.query is None or draw.random() < 0.1:
             return path
         query = fitting(route.query, whose.ids, draw)
@@ -324,8 +288,7 @@ class Maker:
             one = msgspec.json.encode(sample(ids["sampling_session_id"][0], draw.randrange(10**6)))
             packed: Any = [one if draw.random() < 0.7 else damaged(one, draw) for _ in range(draw.randrange(4))]
         elif route.name == "import_weights":
-            files = {"adapter_model.safetensors": b"x", "adapter_config.json": b"{}"}
-            packed = {"name": "three", "base_model": SMALL.name, "rank": 4, "alpha": 32.0, "files": files}
+            packed = draw.choice(ids["import message"])
         else:
             return draw.randbytes(draw.randrange(200))
         if draw.random() < 0.4:
@@ -442,11 +405,11 @@ def resident_bytes() -> int:
 
 async def fuzz(directory: Path, bodies: int, seed: int, say: Callable[[str], None] = lambda _: None) -> Report:
     """Send so many requests; returns what was answered."""
-    report, began = Report(), time.monotonic()
+    report, began, card, told = Report(), time.monotonic(), small_card(directory), 0
     store = SqliteStore(directory / "fuzz.db")
     await store.open()
     settings = {"poll_s": 0.001, "result_grace_s": 1.0, "max_sessions": 10**6, "max_models": 10**6}
-    async with serving(directory, backend=Forgetful((SMALL,)), store=store, **settings) as server:
+    async with serving(directory, backend=Forgetful((card,)), store=store, **settings) as server:
         tenants = [Tenant(await server.client(f"u{n}", org=f"o{n}", scopes=("all", "admin"))) for n in range(TENANTS)]
         maker = Maker(tenants)
         for first in range(0, bodies, RENEW_EVERY):
@@ -460,10 +423,13 @@ async def fuzz(directory: Path, bodies: int, seed: int, say: Callable[[str], Non
             numbers = iter(range(first, last))
             await asyncio.gather(*(_work(server, maker, tenants, numbers, seed, report) for _ in range(WORKERS)))
             report.memory.append((last, resident_bytes(), used_bytes()))
-            if report.faults or (first // RENEW_EVERY) % 25 == 0:
+            for fault in report.faults[told:]:
+                say(fault)
+            told = len(report.faults)
+            if first // RENEW_EVERY % 25 == 0:
                 resident, used = (size / 2**20 for size in report.memory[-1][1:])
                 say(f"{last:,} requests, {resident:.0f} MB, {used:.1f} MB in use, {len(report.faults)} faults")
-        report.restarts = server.backend.epoch_of(SMALL.name) - 1
+        report.restarts = server.backend.epoch_of(card.name) - 1
     await store.close()
     report.seconds = time.monotonic() - began
     return report
@@ -499,8 +465,7 @@ def main() -> int:
     )
     print(f"memory of the process: {warm / 2**20:.0f} MB after a fifth, {last / 2**20:.0f} MB at the end")
     print(f"of that in use: {before / 2**20:.1f} MB after a fifth, {after / 2**20:.1f} MB at the end")
-    for fault in report.faults[:20]:
-        print(fault, file=sys.stderr)
+    print(f"{len(report.faults)} faults", file=sys.stderr)
     grown = after / before - 1 if before and report.count() >= LONG else 0.0
     if grown > MAX_GROWTH:
         print(f"memory in use grew by {grown:.0%} after the first fifth ({MAX_GROWTH:.0%} allowed)", file=sys.stderr)

@@ -256,7 +256,8 @@ def survivors(chosen: Sequence[Mutant]) -> list[Mutant]:
             path.write_text(mutant.made_in(right))
             is_killed = _fail(tree, mutant.tests)
             path.write_text(right)
-            print(_row(mutant, is_killed, time.monotonic() - began), flush=True)
+            print(f"{time.monotonic() - began:.0f} s", file=sys.stderr)
+            print(table_row(mutant, is_killed), flush=True)
             if not is_killed:
                 found.append(mutant)
     return found
@@ -278,11 +279,11 @@ def _fail(tree: Path, tests: Sequence[str]) -> bool:
     return done.returncode != 0
 
 
-def _row(mutant: Mutant, is_killed: bool, seconds: float) -> str:
+def table_row(mutant: Mutant, is_killed: bool) -> str:
+    """One line of the table in the documents."""
     right, wrong = _short(mutant.right), _short(mutant.wrong)
     change = f"`{right}` → `{wrong}`" if wrong else f"without `{right}`"
     tests = ", ".join(f"`{test.removeprefix('tests/')}`" for test in mutant.tests)
-    print(f"{seconds:.0f} s", file=sys.stderr)
     return f"| {mutant.area} | `{mutant.file}` | {change} | {tests} | {'killed' if is_killed else '**survived**'} |"
 
 

@@ -81,6 +81,7 @@ HOLDER = [
     by("key: requests per minute", "requests_per_minute", OverLimitError),
     by("user: active sessions", "max_sessions", OverLimitError),
     by("user: live models", "max_models", OverLimitError),
+    by("session: sampling sessions", "max_samplers", InvalidInputError),
     by("organisation: queued requests", "max_queued", OverLimitError),
     by("organisation: bytes of queued requests", "max_queued_bytes", OverLimitError),
     by("organisation: memory for incoming bodies and unread answers", "max_held_bytes", OverLimitError),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.mutants import MUTANTS, ROOT, Mutant
+from support.mutants import MUTANTS, ROOT, Mutant, table_row
 
 AREAS = {
     "losses", "optimizer", "LoRA", "packing", "drawing", "order", "journal", "replay", "access", "keys", "retry",
@@ -26,6 +26,13 @@ def test_a_mistake_can_be_made_and_is_one(mutant: Mutant) -> None:
 def test_every_area_has_some() -> None:
     assert {mutant.area for mutant in MUTANTS} == AREAS
     assert len(MUTANTS) == len(set(MUTANTS)) >= 44
+
+
+def test_the_table_in_the_documents_has_every_mutant() -> None:
+    """Whoever adds one runs it, and adds its line."""
+    text = (ROOT / "docs" / "explanation" / "proofs.md").read_text()
+    assert [table_row(mutant, True) for mutant in MUTANTS if table_row(mutant, True) not in text] == []
+    assert f"{len(MUTANTS)} of {len(MUTANTS)} killed" in text
 
 
 def test_text_that_is_not_there_is_an_error() -> None:

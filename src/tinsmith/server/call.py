@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -119,11 +119,16 @@ def _in_pieces(message: Any) -> bytes:
     pieces = msgspec.json.decode(head, type=dict[str, msgspec.Raw])
     for name, part in parts.items():
         if isinstance(part, list):
-            pieces[name] = msgspec.Raw(b"[" + b",".join([json_codec.encode(item) for item in part]) + b"]")
+            pieces[name] = encoded_items(part)
         else:
             items = {key: msgspec.Raw(json_codec.encode(item)) for key, item in part.items()}
             pieces[name] = msgspec.Raw(msgspec.json.encode(items))
     return msgspec.json.encode(pieces)
+
+
+def encoded_items(items: Iterable[Any]) -> msgspec.Raw:
+    """Return a list as JSON, encoded item by item; for threads."""
+    return msgspec.Raw(b"[" + b",".join([json_codec.encode(item) for item in items]) + b"]")
 
 
 def _parts(message: Any) -> list[tuple[str, Any]]:

@@ -6,6 +6,7 @@ Directory names are made here from ids, so that nothing a client sends becomes p
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import logging
 import math
@@ -234,6 +235,11 @@ def upload_bytes(data_dir: Path, orgs: Iterable[str]) -> dict[str, int]:
         prefix = f"{place.name.partition('-')[0]}-"
         found[prefix] = found.get(prefix, 0) + tree_bytes(place)
     return {org_id: found[upload_prefix(org_id)] for org_id in orgs if upload_prefix(org_id) in found}
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether a write failed because there is no space left: the server's problem, not that of the sender."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def remove_tree(path: Path) -> None:

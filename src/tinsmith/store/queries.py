@@ -33,8 +33,11 @@ URGENT = frozenset(
         "set_checkpoint_public",
         "set_checkpoint_expires_at",
         "set_session_status",
-        "prune_session_results",
-        "prune_journal_some",
+        "set_session_pruned",
+        "delete_job",
+        "delete_result",
+        "delete_custom_loss",
+        "delete_payload",
         "revoke_key",
         "delete_key",
     }

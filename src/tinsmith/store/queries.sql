@@ -211,6 +211,9 @@ ON CONFLICT (sampler_id) DO NOTHING;
 -- name: sampler
 SELECT * FROM samplers WHERE sampler_id = :sampler_id;
 
+-- name: count_samplers_of_session
+SELECT COUNT(*) AS count FROM samplers WHERE session_id = :session_id;
+
 -- name: samplers_of_session
 SELECT * FROM samplers WHERE session_id = :session_id ORDER BY created_at, sampler_id;
 
@@ -302,20 +305,39 @@ WHERE request_id = :request_id AND state = 'queued';
 /* many rows */ UPDATE jobs SET job = substr(job, 1, 0)
 WHERE lane = :lane AND seq <= :seq AND state <> 'queued' AND length(job) > 0;
 
--- The same in pieces, continuing after the last one.
--- name: prune_journal_some
-/* many rows */ UPDATE jobs SET job = substr(job, 1, 0) WHERE request_id IN (
-    SELECT request_id FROM jobs
-    WHERE lane = :lane AND seq > :after AND seq <= :seq AND state <> 'queued' AND length(job) > 0
-    ORDER BY seq LIMIT :limit);
+-- Payloads of the same rows and one of them: `server/jobs/pruning.py` deletes them in pieces.
+-- name: payloads_of_lane
+SELECT request_id AS name, length(job) AS size_bytes FROM jobs
+WHERE lane = :lane AND seq > :after AND seq <= :seq AND state <> 'queued' AND length(job) > 0 ORDER BY seq LIMIT :limit;
+
+-- name: delete_payload
+/* many rows */ UPDATE jobs SET job = substr(job, 1, 0) WHERE request_id = :name AND length(job) > 0;
 
 -- name: journal_bytes_of_lane
 SELECT CAST(COALESCE(SUM(length(job)), 0) AS BIGINT) AS size_bytes FROM jobs WHERE lane = :lane AND seq > :seq;
 
--- name: delete_jobs_of_lane
-DELETE FROM jobs WHERE lane = :lane;
+-- Requests with the size of their payloads and results, to be deleted in pieces.
+-- name: stored_of_lane
+SELECT jobs.request_id AS name, CAST(length(jobs.job) + COALESCE(length(results.body), 0) AS BIGINT) AS size_bytes
+FROM jobs LEFT JOIN results ON results.request_id = jobs.request_id WHERE jobs.lane = :lane LIMIT :limit;
 
--- Sessions whose results and journal nobody can ask for any more. `pruned` marks those that are done.
+-- name: stored_of_session
+SELECT jobs.request_id AS name, CAST(length(jobs.job) + COALESCE(length(results.body), 0) AS BIGINT) AS size_bytes
+FROM jobs LEFT JOIN results ON results.request_id = jobs.request_id WHERE jobs.session_id = :session_id LIMIT :limit;
+
+-- name: losses_of_session
+SELECT loss_id AS name, length(request) AS size_bytes FROM custom_losses WHERE session_id = :session_id LIMIT :limit;
+
+-- name: delete_job
+DELETE FROM jobs WHERE request_id = :name;
+
+-- name: delete_result
+DELETE FROM results WHERE request_id = :name;
+
+-- name: delete_custom_loss
+DELETE FROM custom_losses WHERE loss_id = :name;
+
+-- Sessions whose results and journal nobody can ask for any more. `pruned` marks those whose deletion has begun.
 -- name: sessions_to_prune
 SELECT session_id FROM sessions WHERE ended_at < :before AND pruned = 0 ORDER BY ended_at LIMIT :limit;
 
@@ -325,14 +347,11 @@ SELECT * FROM sessions WHERE pruned = 0 ORDER BY created_at, session_id;
 -- name: set_session_pruned
 UPDATE sessions SET pruned = 1 WHERE session_id = :session_id;
 
--- name: prune_session_results
-DELETE FROM results WHERE request_id IN (SELECT request_id FROM jobs WHERE session_id = :session_id);
-
--- name: prune_session_jobs
-DELETE FROM jobs WHERE session_id = :session_id;
-
--- name: prune_session_losses
-DELETE FROM custom_losses WHERE session_id = :session_id;
+-- Sessions whose pruning began and did not end, because the server was killed.
+-- name: sessions_half_pruned
+SELECT session_id FROM sessions WHERE pruned = 1 AND (
+    EXISTS (SELECT 1 FROM jobs WHERE jobs.session_id = sessions.session_id)
+    OR EXISTS (SELECT 1 FROM custom_losses WHERE custom_losses.session_id = sessions.session_id));
 
 -- Results --------------------------------------------------------------------------------------------------------
 
@@ -343,9 +362,6 @@ VALUES (:request_id, :encoding, :digest, :started_at, :finished_at, :body) ON CO
 
 -- name: result
 SELECT * FROM results WHERE request_id = :request_id;
-
--- name: delete_results_of_lane
-DELETE FROM results WHERE request_id IN (SELECT request_id FROM jobs WHERE lane = :lane);
 
 -- name: result_heads_of_session
 SELECT results.request_id, results.encoding, results.digest, results.started_at, results.finished_at,
@@ -450,7 +466,7 @@ UPDATE checkpoints SET expires_at = :expires_at WHERE path = :path;
 /* many rows */ UPDATE checkpoints SET project_id = :project_id WHERE session_id = :session_id;
 
 -- name: delete_checkpoint
-DELETE FROM checkpoints WHERE path = :path;
+DELETE FROM checkpoints WHERE path = :path AND directory = :directory;
 
 -- name: checkpoints_expired
 SELECT * FROM checkpoints WHERE expires_at < :before ORDER BY expires_at, path LIMIT :limit;
@@ -480,6 +496,7 @@ SELECT org_id, CAST(SUM(size_bytes) AS BIGINT) AS size_bytes FROM (
         FROM results JOIN jobs ON jobs.request_id = results.request_id
     UNION ALL SELECT org_id, length(request) AS size_bytes FROM custom_losses
     UNION ALL SELECT org_id, length(user_metadata) + length(tags) + 500 AS size_bytes FROM sessions
+    UNION ALL SELECT org_id, CASE WHEN directory IS NULL THEN 500 ELSE 8692 END AS size_bytes FROM samplers
 ) AS kept GROUP BY org_id ORDER BY org_id;
 
 -- name: storage_of_org
@@ -540,6 +557,9 @@ ON CONFLICT (org_id, hour, user_id, project_id, session_id, base_model, run_id) 
     device_us = usage.device_us + excluded.device_us, jobs = usage.jobs + excluded.jobs;
 
 -- From the first hour to before the last.
+-- name: count_usage
+SELECT COUNT(*) AS count FROM usage WHERE org_id = :org_id AND hour >= :since_hour AND hour < :until_hour;
+
 -- name: usage_by_run
 SELECT * FROM usage WHERE org_id = :org_id AND hour >= :since_hour AND hour < :until_hour
 ORDER BY hour, user_id, project_id, session_id, base_model, run_id;

@@ -41,6 +41,8 @@ COMMIT_BYTES = 128 * 1024
 
 MAX_INLINE_BYTES = 256 * 1024
 """Most bytes of payload that are written on the loop; copying more would hold up others."""
+MAX_INLINE_STATEMENTS = 2000
+"""Most statements that run on the loop, a few milliseconds' worth."""
 
 _OF_THE_DATABASE = frozenset(
     {
@@ -231,7 +233,7 @@ class Writer:
     def _begin(self, group: Sequence[Task]) -> list[Outcome] | None:
         """Run the group's statements without committing; None if the thread should run them."""
         writes = [task for task in group if not task.is_read]
-        if not writes or sum(task.size_bytes for task in writes) > MAX_INLINE_BYTES or any(map(_touches_many, writes)):
+        if not writes or _is_much(writes):
             return None
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -346,6 +348,15 @@ class Writer:
                 self._connection.execute("ROLLBACK")
             except sqlite3.Error:
                 logger.exception("a rollback failed")
+
+
+def _is_much(writes: Sequence[Task]) -> bool:
+    """Whether running these writes would hold up the loop."""
+    return (
+        sum(task.size_bytes for task in writes) > MAX_INLINE_BYTES
+        or sum(len(task.statements) for task in writes) > MAX_INLINE_STATEMENTS
+        or any(map(_touches_many, writes))
+    )
 
 
 def _touches_many(task: Task) -> bool:

@@ -18,6 +18,8 @@ from tinsmith.store.base import Row, Store, statement
 from tinsmith.store.rows import CheckpointRow, CustomLossRow, JobRow, ModelRow, SamplerRow, SessionRow
 from tinsmith.wire.messages.weights import ParsedCheckpointTinkerPath
 
+MAX_SAMPLERS = 20_000
+"""Samplers that are cached. Sessions and models in use have limits of their own; samplers are read again if needed."""
 RowT = TypeVar("RowT", bound=Row)
 InProject: TypeAlias = SessionRow | ModelRow | CheckpointRow
 
@@ -98,6 +100,8 @@ class Access:
         """Return a sampling session that accepts work."""
         row = await self.sampler(caller, sampler_id)
         await self.live_session(caller, row.session_id)
+        if sampler_id not in self.samplers and len(self.samplers) >= MAX_SAMPLERS:
+            del self.samplers[next(iter(self.samplers))]  # the one that has been here longest
         self.samplers[sampler_id] = row
         return row
 

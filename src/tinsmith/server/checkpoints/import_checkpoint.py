@@ -38,7 +38,7 @@ from tinsmith.server.checkpoints.manifest import (
 )
 from tinsmith.server.checkpoints.retention import check_disk_cap
 from tinsmith.server.checkpoints.upload_parts import place_of
-from tinsmith.server.data_dir import check_name, remove_tree
+from tinsmith.server.data_dir import check_name, is_disk_full, remove_tree
 from tinsmith.server.jobs.accept import check_open
 from tinsmith.server.jobs.job import digest_of
 from tinsmith.server.runs.model_spec import ADAMW, MAX_RANK, card_of
@@ -256,6 +256,8 @@ def _keep(check: StopCheck, directory: Path, request: ImportRequest, upload: Pat
             _sync(place)
     except OSError as error:
         _put_back(partial, upload)
+        if is_disk_full(error):
+            raise
         raise InvalidInputError(f"files: could not be written: {error.strerror}", field="files") from error
     except BaseException:
         _put_back(partial, upload)

@@ -31,8 +31,13 @@ async def checkpoint_bytes(store: Store) -> int:
 
 
 async def delete_checkpoint(services: Services, row: CheckpointRow, *statements: Statement) -> None:
-    """Delete a checkpoint for its owner: the row first, together with `statements`, then the files."""
-    await services.store.write(statement("delete_checkpoint", path=row.path), *statements)
+    """Delete a checkpoint for its owner: the row first, together with `statements`, then the files.
+
+    If it was deleted or replaced since `row` was read, its space was freed by whoever did that, and is counted once.
+    """
+    deletion = statement("delete_checkpoint", path=row.path, directory=row.directory)
+    if await services.store.write(deletion, *statements) <= len(statements):
+        return
     services.disk.add(row.org_id, -row.size_bytes)
     await asyncio.to_thread(services.files.remove, row.directory)
 

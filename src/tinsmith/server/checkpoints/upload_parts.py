@@ -16,7 +16,7 @@ from tinsmith.errors import InvalidInputError, TinkerError
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.checkpoints.manifest import FILES, StopCheck
 from tinsmith.server.checkpoints.retention import checkpoint_bytes
-from tinsmith.server.data_dir import Files, remove_tree, tree_bytes, upload_prefix
+from tinsmith.server.data_dir import Files, is_disk_full, remove_tree, tree_bytes, upload_prefix
 from tinsmith.server.jobs.accept import check_open
 from tinsmith.server.jobs.job import digest_of
 from tinsmith.server.refusals import OverLimitError
@@ -44,7 +44,7 @@ async def add_part(services: Services, caller: Caller, part: ImportPartQuery, bo
         services.disk.add(caller.org_id, more)
     try:
         return await services.file_work.run(caller.org_id, _write, path, part.offset, body)
-    except TinkerError:
+    except (TinkerError, OSError):
         services.disk.add(caller.org_id, -max(0, more))
         raise
 
@@ -110,6 +110,8 @@ def _write(check: StopCheck, path: Path, offset: int, body: bytes) -> int:
         finally:
             os.close(descriptor)
     except OSError as error:
+        if is_disk_full(error):
+            raise
         raise InvalidInputError(f"{path.name} could not be written: {error.strerror}", field="body") from error
 
 

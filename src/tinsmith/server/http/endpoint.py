@@ -8,7 +8,6 @@ read, and its size decompressed. Handlers raise errors; `errors` maps them to st
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -25,9 +24,10 @@ from tinsmith.server.auth.admission import MAX_TOGETHER
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.bodies.multipart import is_form, read_form
 from tinsmith.server.call import JSON, PROTOBUF, Answer, AnyAnswer, Call, FileAnswer, Handler, StreamAnswer
+from tinsmith.server.data_dir import is_disk_full
 from tinsmith.server.http import errors
 from tinsmith.server.http.uvicorn_protocol import GuardedProtocol, connection_of
-from tinsmith.server.refusals import NotReadyError, SlowBodyError, UnsupportedBodyError
+from tinsmith.server.refusals import NotReadyError, SlowBodyError, UnknownResourceError, UnsupportedBodyError
 from tinsmith.server.services import Services
 from tinsmith.wire.codecs import json_codec, zstd
 from tinsmith.wire.message import dec_hook, describe, field_of
@@ -40,7 +40,7 @@ SLOWEST_BYTES_PER_S = 4096
 READ_HERE_BYTES = 1024 * 1024
 """Bodies of routes that allow more than this are decoded by `bodies.reader_pool`, not on the loop."""
 LARGE_BYTES = 256 * 1024
-"""Larger bodies are joined and decompressed in a thread; both release Python's lock."""
+"""Larger bodies are joined, decompressed and taken apart in a thread; the first two release Python's lock."""
 NOBODY = Caller(org_id="", user_id="", key_id=0, scopes=frozenset())
 """The caller of a route that needs no key."""
 
@@ -177,17 +177,36 @@ class Endpoint:
         async def counted(message: Message) -> None:
             nonlocal has_begun
             if message["type"] == "http.response.start":
+                if message["status"] in (400, 416):  # Starlette's own words on a range, as plain text
+                    raise _RangeError(message)
                 has_begun = True
                 self._services.metrics.request(self._route.name, message["status"], time.perf_counter() - began)
             await send(message)
 
         try:
             await _response(answer)(scope, receive, counted)
+        except _RangeError as error:
+            await send_answer(send, error.answer)
+            self._services.metrics.request(self._route.name, error.answer.status, time.perf_counter() - began)
         except Exception as error:
             if has_begun:
                 raise  # too late for an error response: uvicorn logs it and closes the connection
+            if isinstance(answer, FileAnswer) and not answer.path.exists():
+                await send_answer(counted, refusal(UnknownResourceError(f"{answer.name!r} no longer exists")))
+                return
             logger.exception("%s failed", self._route.name, extra={"event": "fault", "route": self._route.name})
             await send_answer(counted, refusal(fault(error)))
+
+
+class _RangeError(Exception):
+    """A range of a file that cannot be sent."""
+
+    def __init__(self, start: Message) -> None:
+        super().__init__()
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in start["headers"]}
+        size = {name: value for name, value in headers.items() if name == "content-range"}
+        error = InvalidInputError("range: is malformed, or outside of the file", field="range")
+        self.answer = Answer(errors.body_of(error), start["status"], JSON, size)
 
 
 ENCODING_NAMES: Mapping[Encoding, str] = {
@@ -261,7 +280,7 @@ async def unpacked(body: bytes, headers: Mapping[str, str], max_bytes: int) -> b
 
 def fault(error: Exception) -> TinkerError:
     """Return the error that a client gets for an unexpected exception, or for a full disk."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_disk_full(error):
         return NotReadyError(
             "the server's disk is full; retry after deleting checkpoints or freeing space",
             retry_after_s=30,

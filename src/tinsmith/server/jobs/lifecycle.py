@@ -15,9 +15,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -38,13 +38,24 @@ logger = logging.getLogger(__name__)
 STORE_RETRY_S = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Pauses between attempts to write a result, which is kept in memory meanwhile; the last one repeats."""
 
+TURN = 128
+"""Jobs that are ended in one turn of the loop."""
 MAX_TOGETHER = 256
 """Results of samples that one transaction writes."""
 EXPLAIN_S = 10.0
 """How long to look for the reason of a failure; after that the client gets the error as it is."""
 
+T = TypeVar("T")
 Enqueue = Callable[[Work], None]
 Ended = list[tuple[Work, Done | BaseException]]
+
+
+async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
+    """Yield items, and let other tasks run after every `TURN` of them."""
+    for index, item in enumerate(items, 1):
+        yield item
+        if index % TURN == 0:
+            await asyncio.sleep(0)
 
 
 def new_request_id() -> str:

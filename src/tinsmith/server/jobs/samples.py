@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
 from tinsmith.engine.protocol import AnyJob, Backend, BackendLostError, Done, JobCancelledError, Position, Sample
 from tinsmith.server.jobs.job import Work
-from tinsmith.server.jobs.lifecycle import Jobs
+from tinsmith.server.jobs.lifecycle import Jobs, in_turns
 from tinsmith.server.jobs.token_log import TokenLog
 
 RETRY_S = 0.2
@@ -74,9 +74,11 @@ class Samples:
     def position(self, request_id: str) -> Position:
         return self._backend.position(request_id)
 
-    def of_lane(self, lane: str) -> list[str]:
-        """Return the ids of a sampling session's samples that have no result yet."""
-        return [request_id for request_id, work in self._under_way.items() if work.row.lane == lane]
+    async def cancel_lanes(self, lanes: Collection[str]) -> None:
+        """Cancel the samples of sampling sessions that have ended; there may be thousands of both."""
+        over = [request_id for request_id, work in self._under_way.items() if work.row.lane in lanes]
+        async for request_id in in_turns(over):
+            self.cancel(request_id)
 
     def _submit(self, work: Work) -> None:
         work.started_at = work.started_at or self._clock()

@@ -58,7 +58,8 @@ async def delete_checkpoints(store: Store, files: Files, now: float) -> int:
     count = 0
     while rows := await store.read(CheckpointRow, "first_checkpoints", limit=BATCH):
         for row in rows:
-            await store.write(statement("delete_checkpoint", path=row.path), audit_deletion(row, WHY, now))
+            deletion = statement("delete_checkpoint", path=row.path, directory=row.directory)
+            await store.write(deletion, audit_deletion(row, WHY, now))
         count += len(rows)
     for place in (files.root / "checkpoints").glob("*"):
         await asyncio.to_thread(remove_tree, place)

@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
+
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.auth.identity import Caller
-from tinsmith.server.ops.usage import GB, HOUR_S, hours_of
+from tinsmith.server.call import encoded_items
+from tinsmith.server.ops.usage import GB, HOUR_S, usage_of
 from tinsmith.server.services import Services
 from tinsmith.store.base import Row
 from tinsmith.store.rows import UsageRow
@@ -46,15 +49,19 @@ async def spent(services: Services, caller: Caller, query: UsageQuery) -> dict[s
     """Return the groups in order, and what each stores now; what belongs to none has an empty name."""
     if query.by not in GROUPS:
         raise InvalidInputError(f"by: {query.by[:40]!r} is not one of {', '.join(GROUPS)}", field="by")
-    since, until = hours_of(query.starting_on, query.ending_before)
-    rows = await services.store.read(UsageRow, "usage_by_run", org_id=caller.org_id, since_hour=since, until_hour=until)
+    rows = await usage_of(services.store, "usage_by_run", caller.org_id, query.starting_on, query.ending_before)
     stored: Sequence[StoredRow] = ()
     if query.by != "day":
         stored = await services.store.read(StoredRow, "storage_of_runs", org_id=caller.org_id)
+    return await asyncio.to_thread(_grouped, caller, rows, stored, query.by)
+
+
+def _grouped(caller: Caller, rows: Sequence[UsageRow], stored: Sequence[StoredRow], by: str) -> dict[str, Any]:
+    """Return the answer, with what may be long already encoded."""
     used = [row for row in rows if caller.owns(row.org_id, row.user_id, row.project_id)]
     kept = [row for row in stored if caller.owns(caller.org_id, row.user_id, row.project_id)]
-    groups = await asyncio.to_thread(summed, used, query.by)
-    return {"by": query.by, "groups": groups, "stored_bytes": _stored(kept, query.by)}
+    stored_bytes = msgspec.Raw(msgspec.json.encode(_stored(kept, by)))
+    return {"by": by, "groups": encoded_items(summed(used, by)), "stored_bytes": stored_bytes}
 
 
 def summed(rows: Sequence[UsageRow], by: str) -> list[dict[str, Any]]:

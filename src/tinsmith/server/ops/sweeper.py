@@ -14,6 +14,7 @@ from tinsmith.errors import StoreError
 from tinsmith.server.checkpoints.retention import Retention
 from tinsmith.server.checkpoints.upload_parts import forget_stale
 from tinsmith.server.data_dir import Files, remove_tree
+from tinsmith.server.jobs.pruning import delete_in_pieces, delete_requests
 from tinsmith.server.ops.usage import storage_usage
 from tinsmith.server.runs.curves import catch_up
 from tinsmith.server.runs.registry import creation_lane, loss_lane
@@ -44,9 +45,7 @@ async def end_session(
     models = await services.store.read(ModelRow, "models_of_session", session_id=row.session_id)
     samplers = await services.store.read(SamplerRow, "samplers_of_session", session_id=row.session_id)
     services.access.forget_session(row.session_id)
-    for sampler in samplers:
-        for request_id in services.samples.of_lane(sampler.sampler_id):
-            services.samples.cancel(request_id)
+    await services.samples.cancel_lanes({sampler.sampler_id for sampler in samplers})
     for model in models:
         await services.runs.forget(model.model_id)
     made = (creation_lane(row.session_id), loss_lane(row.session_id))
@@ -59,7 +58,8 @@ async def end_session(
 async def prune_session(store: Store, files: Files, session_id: str, *statements: Statement) -> None:
     """Delete the journal, the results and the files of a session that is over; checkpoints and curves stay.
 
-    `statements` are written together with that.
+    The session is marked first, together with `statements`, so that its client cannot come back to half of it. If the
+    server is killed before everything is deleted, the next one continues.
     """
     samplers = await store.read(SamplerRow, "samplers_of_session", session_id=session_id)
     models = await store.read(ModelRow, "models_of_session", session_id=session_id)
@@ -69,13 +69,9 @@ async def prune_session(store: Store, files: Files, session_id: str, *statements
     places += [files.loads(row.model_id) for row in models]
     places += [files.snapshots(row.model_id) for row in models]
     files.trace(session_id).unlink(missing_ok=True)
-    await store.write(
-        *statements,
-        statement("prune_session_results", session_id=session_id),
-        statement("prune_session_jobs", session_id=session_id),
-        statement("prune_session_losses", session_id=session_id),
-        statement("set_session_pruned", session_id=session_id),
-    )
+    await store.write(*statements, statement("set_session_pruned", session_id=session_id))
+    await delete_requests(store, "stored_of_session", session_id=session_id)
+    await delete_in_pieces(store, "losses_of_session", "delete_custom_loss", session_id=session_id)
     for place in places:
         await asyncio.to_thread(remove_tree, place)
 
@@ -88,6 +84,8 @@ class Sweeper:
         self._task: asyncio.Task[None] | None = None
         self._storage_at = services.clock()
         self._retention = Retention(services)
+        self._has_continued = False
+        """Whether the pruning that an earlier process began was finished."""
 
     async def __aenter__(self) -> Sweeper:
         self._task = asyncio.get_running_loop().create_task(self._rounds())
@@ -154,8 +152,11 @@ class Sweeper:
         services = self._services
         before = services.clock() - services.config.result_grace_s
         over = await services.store.read(SessionIdRow, "sessions_to_prune", before=before, limit=20)
+        if not self._has_continued:
+            over += await services.store.read(SessionIdRow, "sessions_half_pruned")
         for session in over:
             await prune_session(services.store, services.files, session.session_id)
+        self._has_continued = True
 
     async def _hourly(self) -> None:
         now = self._services.clock()

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from tinsmith.engine.protocol import Done, SaveState
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import InvalidInputError, LimitExceededError
 from tinsmith.server.jobs.job import Work
-from tinsmith.store.base import Statement, statement
-from tinsmith.store.rows import UsageRow
+from tinsmith.store.base import Statement, Store, Value, statement
+from tinsmith.store.rows import CountRow, UsageRow
 
 HOUR_S = 3600
 
@@ -107,13 +107,31 @@ def hour_of(now: float) -> int:
     return int(now // HOUR_S)
 
 
+MAX_ROWS = 100_000
+"""Rows that are read for one answer; about 100 MB."""
 MAX_DAYS = 14
 
 
 GB = 10**9
 
 
-def hours_of(starting_on: datetime, ending_before: datetime) -> tuple[int, int]:
+async def usage_of(
+    store: Store, query: str, org_id: str, starting_on: datetime, ending_before: datetime
+) -> list[UsageRow]:
+    """Return the rows of an organisation that a query finds in a period; refuse more than one answer may be made of."""
+    since, until = _period(starting_on, ending_before)
+    which: dict[str, Value] = {"org_id": org_id, "since_hour": since, "until_hour": until}
+    count = (await store.read(CountRow, "count_usage", **which))[0].count
+    if count > MAX_ROWS:
+        raise LimitExceededError(
+            f"starting_on: your organisation has {count} rows of usage in this period, one for each hour of a run, and "
+            f"at most {MAX_ROWS} make one answer; ask for a shorter period",
+            field="starting_on",
+        )
+    return await store.read(UsageRow, query, **which)
+
+
+def _period(starting_on: datetime, ending_before: datetime) -> tuple[int, int]:
     """Return a period in hours since the epoch; refuse one that is too long for one answer."""
     since, until = _hours(starting_on, "starting_on"), _hours(ending_before, "ending_before")
     if not since < until <= since + MAX_DAYS * 24:

@@ -14,7 +14,7 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.auth.admission import DAY_S
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.call import Answer, Call, Handlers, reply, reply_long
-from tinsmith.server.ops.usage import GB, HOUR_S, hours_of
+from tinsmith.server.ops.usage import GB, HOUR_S, usage_of
 from tinsmith.server.routes.sessions import check_page, texts
 from tinsmith.server.services import Services
 from tinsmith.store.rows import AuditRow, SessionRow, StorageRow, UsageRow, UserRow
@@ -27,10 +27,7 @@ MAX_ENTRIES = 10_000
 
 async def get_billing_usage(services: Services, call: Call) -> Answer:
     query: wire.GetBillingUsageRequest = call.query
-    since, until = hours_of(query.starting_on, query.ending_before)
-    rows = await services.store.read(
-        UsageRow, "usage_of_org", org_id=call.caller.org_id, since_hour=since, until_hour=until
-    )
+    rows = await usage_of(services.store, "usage_of_org", call.caller.org_id, query.starting_on, query.ending_before)
     mine = await asyncio.to_thread(_owned, call.caller, rows)
     metadata: dict[str, str] = {}
     for session_id in sorted({row.session_id for row in mine if row.session_id}):

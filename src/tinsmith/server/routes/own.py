@@ -21,7 +21,7 @@ from tinsmith.server.auth.identity import Caller
 from tinsmith.server.call import IDEMPOTENCY_HEADER, JSON, Answer, Call, FileAnswer, Handlers, StreamAnswer, reply
 from tinsmith.server.checkpoints.import_checkpoint import import_checkpoint, read_form_request, read_request
 from tinsmith.server.checkpoints.upload_parts import add_part, read_form_part
-from tinsmith.server.http.endpoint import fault, refusal
+from tinsmith.server.http.endpoint import LARGE_BYTES, fault, refusal
 from tinsmith.server.http.openapi import openapi
 from tinsmith.server.jobs.streams import open_stream, read_have
 from tinsmith.server.jobs.token_log import TokenLog
@@ -39,6 +39,9 @@ from tinsmith.wire.limits import check_size
 from tinsmith.wire.routes.own import MAX_SAMPLES_AT_ONCE, MSGPACK_TYPE, REQUEST_ID_HEADER, SAMPLES, SubmitAnswer
 
 logger = logging.getLogger(__name__)
+
+PIECE_CHARACTERS = 1024 * 1024
+"""What is encoded as JSON in one call, in a thread."""
 
 
 async def alive(_: Services, call: Call) -> Answer:
@@ -75,7 +78,7 @@ async def tokenizer(services: Services, call: Call) -> Answer:
     card = card_of(services.backend, call.query.model)
     if card.tokenizer_directory is None:
         raise UnknownResourceError(f"this server has no tokenizer for {card.name}")
-    return _json(await asyncio.to_thread(_tokenizer_files, Path(card.tokenizer_directory)))
+    return Answer(await asyncio.to_thread(_tokenizer_files, Path(card.tokenizer_directory)))
 
 
 async def quota(services: Services, call: Call) -> Answer:
@@ -176,8 +179,9 @@ async def sample_stream(services: Services, call: Call) -> StreamAnswer:
 
 async def samples(services: Services, call: Call) -> Answer:
     """Many asample bodies in one request (a MessagePack array), with an answer for each."""
-    bodies = enumerate(_bodies(call.body))
-    answers = await asyncio.gather(*(_sample(services, call.caller, index, body) for index, body in bodies))
+    is_large = len(call.body) > LARGE_BYTES
+    bodies = await asyncio.to_thread(_bodies, call.body) if is_large else _bodies(call.body)
+    answers = await asyncio.gather(*(_sample(services, call.caller, *item) for item in enumerate(bodies)))
     return Answer(msgspec.msgpack.encode(answers), content_type=MSGPACK_TYPE)
 
 
@@ -230,14 +234,21 @@ def _array_length(packed: bytes) -> int:
     return int.from_bytes(packed[1 : 1 + width], "big")
 
 
-def _tokenizer_files(directory: Path) -> dict[str, Any]:
-    """Return the files of a tokenizer as one object."""
-    answer: dict[str, Any] = {"tokenizer_json": (directory / "tokenizer.json").read_text()}
+def _tokenizer_files(directory: Path) -> bytes:
+    """Return the files of a tokenizer as one JSON object."""
+    answer = {"tokenizer_json": _json_string((directory / "tokenizer.json").read_text())}
     with contextlib.suppress(FileNotFoundError):
-        answer["tokenizer_config"] = msgspec.json.decode((directory / "tokenizer_config.json").read_bytes())
+        config = msgspec.json.decode((directory / "tokenizer_config.json").read_bytes())
+        answer["tokenizer_config"] = msgspec.Raw(msgspec.json.encode(config))
     with contextlib.suppress(FileNotFoundError):
-        answer["chat_template"] = (directory / "chat_template.jinja").read_text()
-    return answer
+        answer["chat_template"] = _json_string((directory / "chat_template.jinja").read_text())
+    return msgspec.json.encode(answer)
+
+
+def _json_string(text: str) -> msgspec.Raw:
+    """Return a long string as JSON, encoded in pieces: encoding it in one call would hold Python's lock for long."""
+    pieces = (text[start : start + PIECE_CHARACTERS] for start in range(0, len(text), PIECE_CHARACTERS))
+    return msgspec.Raw(b'"' + b"".join([msgspec.json.encode(piece)[1:-1] for piece in pieces]) + b'"')
 
 
 def _json(answer: Any, status: int = 200) -> Answer:

@@ -23,8 +23,12 @@ from tinsmith.server.refusals import OverLimitError
 from tinsmith.server.runs.model_spec import card_of
 from tinsmith.server.services import Services
 from tinsmith.store.base import statement
-from tinsmith.store.rows import SamplerRow
+from tinsmith.store.rows import CountRow, SamplerRow, SessionRow
 from tinsmith.wire.messages import sampling as wire
+
+SAMPLER_BYTES = 8692
+"""What a sampler takes on the disk besides its weights, which it shares with a checkpoint: two directories, a row. The
+query `bytes_by_org` counts the same."""
 
 
 async def create_sampling_session(services: Services, call: Call) -> Answer:
@@ -35,6 +39,7 @@ async def create_sampling_session(services: Services, call: Call) -> Answer:
     sampler_id = f"{session.session_id}:sample:{request.sampling_session_seq_id}"
     known = await services.store.read(SamplerRow, "sampler", sampler_id=sampler_id)
     if not known:
+        await _check_count(services, session)
         row = await _new_sampler(
             services, call.caller, sampler_id, session.session_id, request.base_model, request.model_path
         )
@@ -43,6 +48,17 @@ async def create_sampling_session(services: Services, call: Call) -> Answer:
     if not _is_same(known[0], request):
         raise number_taken(request.sampling_session_seq_id)
     return reply(wire.CreateSamplingSessionResponse(sampling_session_id=sampler_id))
+
+
+async def _check_count(services: Services, session: SessionRow) -> None:
+    """Refuse one more sampler of a session that has too many."""
+    made = (await services.store.read(CountRow, "count_samplers_of_session", session_id=session.session_id))[0].count
+    if made >= services.config.max_samplers:
+        raise InvalidInputError(
+            f"session_id: the session has created {made} sampling sessions (limit {services.config.max_samplers}); "
+            "finish it, and create a new one",
+            field="session_id",
+        )
 
 
 def _is_same(row: SamplerRow, request: wire.CreateSamplingSessionRequest) -> bool:
@@ -86,8 +102,10 @@ async def _new_sampler(
         raise InvalidInputError(f"base_model: {card.name} cannot be sampled here", field="base_model")
     if source is not None:
         # Named after what is sampled: two requests may arrive at once under one number, and one will be refused.
+        services.disk.check(caller.org_id, SAMPLER_BYTES, "model_path")
         place = services.files.sampler(sampler_id) / digest_of(source.directory.encode())[:16]
         await asyncio.to_thread(link_tree, Path(source.directory), place)
+        services.disk.add(caller.org_id, SAMPLER_BYTES)
         directory = str(place)
     return SamplerRow(
         sampler_id=sampler_id,

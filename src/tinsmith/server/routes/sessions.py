@@ -91,8 +91,8 @@ async def get_session(services: Services, call: Call) -> Answer:
     )
     models = await services.store.read(ModelRow, "models_of_session", session_id=row.session_id)
     samplers = await services.store.read(SamplerRow, "samplers_of_session", session_id=row.session_id)
-    return reply(
-        wire.GetSessionResponse(
+    return await reply_long(
+        lambda: wire.GetSessionResponse(
             training_run_ids=[model.model_id for model in models],
             sampler_ids=[sampler.sampler_id for sampler in samplers],
             user_metadata=texts(row.user_metadata),

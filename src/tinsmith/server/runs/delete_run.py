@@ -16,6 +16,7 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.checkpoints.retention import BATCH, delete_checkpoint
 from tinsmith.server.data_dir import remove_tree
+from tinsmith.server.jobs.pruning import delete_requests
 from tinsmith.server.refusals import NotReadyError
 from tinsmith.server.services import Services
 from tinsmith.store.base import Statement, statement
@@ -32,10 +33,9 @@ async def delete_ended_run(services: Services, caller: Caller, model_id: str) ->
     checkpoints = await _delete_checkpoints(services, caller, model_id)
     size_bytes = sum(checkpoint.size_bytes for checkpoint in checkpoints)
     details = {"checkpoints": len(checkpoints), "size_bytes": size_bytes}
+    await delete_requests(services.store, "stored_of_lane", lane=model_id)
     await services.store.write(
         statement("delete_steps", model_id=model_id),
-        statement("delete_results_of_lane", lane=model_id),
-        statement("delete_jobs_of_lane", lane=model_id),
         statement("delete_model", model_id=model_id),
         _audited(services, caller, row, "training_run_deleted", details),
     )
@@ -55,6 +55,7 @@ async def _close(services: Services, row: ModelRow) -> None:
             field="training_run_id",
         )
     await services.runs.forget(row.model_id)
+    await services.jobs.kept(row.model_id)
     queued = await services.store.read(CountRow, "count_queued_of_lane", lane=row.model_id)
     if queued[0].count:
         raise NotReadyError(f"{queued[0].count} requests of {row.model_id} have not finished yet; try again")

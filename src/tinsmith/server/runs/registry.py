@@ -46,6 +46,8 @@ class Runs:
         self._runs: dict[str, Run] = {}
         self._loading: dict[str, asyncio.Future[Run | None]] = {}
         self._forgetting: set[asyncio.Task[None]] = set()
+        self._closing: dict[str, asyncio.Event] = {}
+        """Runs that are being unloaded; each is set when that is done."""
 
     def add(self, row: ModelRow, create: CreateModel) -> Run:
         """Add a run that was just accepted."""
@@ -72,10 +74,19 @@ class Runs:
         return loaded
 
     async def forget(self, model_id: str) -> None:
-        """Unload a model and forget its run."""
+        """Unload a model and forget its run; if somebody else does, wait until it is done."""
         run = self._runs.pop(model_id, None)
-        if run is not None:
+        if run is None:
+            if (closed := self._closing.get(model_id)) is not None:
+                await closed.wait()
+            return
+        closed = self._closing[model_id] = asyncio.Event()
+        try:
             await run.close()
+        finally:
+            closed.set()
+            if self._closing[model_id] is closed:
+                del self._closing[model_id]
 
     def forget_soon(self, model_id: str) -> None:
         """Forget a run in the background; `stop` waits for it."""

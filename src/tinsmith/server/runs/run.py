@@ -31,7 +31,7 @@ from tinsmith.engine.protocol import (
 )
 from tinsmith.server.data_dir import remove_tree
 from tinsmith.server.jobs.job import Work, readable
-from tinsmith.server.jobs.lifecycle import Jobs
+from tinsmith.server.jobs.lifecycle import Jobs, in_turns
 from tinsmith.server.runs.curves import Curve
 from tinsmith.server.runs.order import Lane
 from tinsmith.server.runs.replay import (
@@ -170,9 +170,9 @@ class Run:
         if was_restoring:  # then the backend has none of them
             over += self._under_way
             self._under_way.clear()
-        for work in over:
-            self._runs.jobs.finish(work, JobCancelledError(OVER))
         self._create = None
+        async for work in in_turns(over):
+            self._runs.jobs.finish(work, JobCancelledError(OVER))
         if was_restoring or self._epoch == self._runs.backend.epoch_of(self.row.base_model):
             await self._unload()
         await self._snapshots.settled()  # whoever loads the run next must see its outcome

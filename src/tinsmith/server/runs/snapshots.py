@@ -25,6 +25,7 @@ from tinsmith.engine.protocol import Backend, BackendLostError, Done, JobCancell
 from tinsmith.errors import StoreError
 from tinsmith.server.data_dir import Files, remove_tree
 from tinsmith.server.jobs.lifecycle import Jobs
+from tinsmith.server.jobs.pruning import delete_in_pieces
 from tinsmith.server.refusals import NotReadyError
 from tinsmith.server.runs.replay import fingerprint_text, for_sure
 from tinsmith.server.runs.snapshot_policy import ReplayCost, SnapshotPolicy
@@ -32,9 +33,6 @@ from tinsmith.store.base import Statement, Store, statement
 from tinsmith.store.rows import ModelRow
 
 logger = logging.getLogger(__name__)
-
-PRUNE_ROWS = 64
-"""Payloads deleted in one write, so that other writes do not wait long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,10 +152,9 @@ class Snapshots:
 
     async def _prune(self, seq: int) -> None:
         """Delete the payloads that the snapshot contains; numbers and results stay."""
-        some = statement("prune_journal_some", lane=self._row.model_id, after=self._pruned, seq=seq, limit=PRUNE_ROWS)
+        store, lane = self._tools.store, self._row.model_id
         try:
-            while await self._tools.store.write(some):
-                pass
+            await delete_in_pieces(store, "payloads_of_lane", "delete_payload", lane=lane, after=self._pruned, seq=seq)
             self._pruned = seq
         except StoreError as error:
             logger.warning("could not prune the journal of %s: %s", self._row.model_id, error)

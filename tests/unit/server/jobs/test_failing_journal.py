@@ -90,7 +90,7 @@ def test_every_write_may_fail_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = FailingStore(None, False)
         expected = await trained(tmp_path / "whole", store)
-        assert {"insert_job", "insert_result", "set_model_snapshot", "prune_journal_some"} <= set(store.names)
+        assert {"insert_job", "insert_result", "set_model_snapshot", "delete_payload"} <= set(store.names)
         for number in range(len(store.names)):
             for is_written in (False, True):
                 failing = FailingStore(number, is_written)

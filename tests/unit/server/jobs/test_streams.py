@@ -173,10 +173,10 @@ def test_a_sample_whose_tokens_nobody_noted_comes_whole_at_its_end(tmp_path: Pat
 def test_a_stream_whose_result_was_pruned_is_refused(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as server:
-            ann, session, sampler = await begun(server)
+            ann, _, sampler = await begun(server)
             request_id = (await ann.post(STREAM, sample(sampler, 1))).headers["x-tinsmith-request-id"]
             server.services.broker.forget([sampler])
-            await server.store.write(statement("prune_session_results", session_id=session))
+            await server.store.write(statement("delete_result", name=request_id))
             gone = await ann.post(STREAM, sample(sampler, 1))
             assert (gone.status, gone.json["code"]) == (410, "gone")
             assert f"the result of request {request_id} is no longer stored" in gone.detail

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
-from support.in_process import begun, forward_backward, optim_step, run, serving
+from support.in_process import (
+    BreakableStore,
+    Gate,
+    Recorder,
+    begun,
+    forward_backward,
+    optim_step,
+    run,
+    serving,
+    settled,
+    until,
+)
 
 from tinsmith.server.data_dir import segment
 from tinsmith.store.base import statement
@@ -88,7 +100,31 @@ def test_a_parked_run_does_not_come_back(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_requests_without_a_result_are_waited_for(tmp_path: Path) -> None:
+def test_what_ends_with_the_run_is_waited_for(tmp_path: Path) -> None:
+    """Found by fuzzing: deleting a run right after its end was a 503."""
+
+    async def scenario() -> None:
+        store = BreakableStore()
+        await store.open()
+        async with serving(tmp_path, store=store, backend=Recorder(hold=Gate("forward_backward"))) as server:
+            ann, session, model = await begun(server)
+            promises = [await ann.post("forward_backward", forward_backward(model, seq)) for seq in (1, 2, 3)]
+            store.gates["insert_result"] = asyncio.Event()
+            finish = ann.post(f"sessions/{session}/finish", {"reason": {"type": "success"}})
+            finishing = asyncio.create_task(finish)
+            await until(lambda: "insert_result" in store.reached)
+            deleting = asyncio.create_task(ann.call("DELETE", f"{WHERE}/{model}"))
+            await settled()
+            assert not deleting.done()
+            store.gates.pop("insert_result").set()
+            assert [(await task).status for task in (finishing, deleting)] == [200, 200]
+            assert [promise.status for promise in promises] == [200] * 3
+        await store.close()
+
+    run(scenario())
+
+
+def test_requests_without_a_result_are_not_deleted(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path) as server:
             ann, _, model = await begun(server)

@@ -161,7 +161,7 @@ def test_a_restarted_server_goes_on_from_the_snapshot(tmp_path: Path, undisturbe
     run(scenario())
 
 
-@pytest.mark.parametrize("gate", ["insert_result", "set_model_snapshot", "prune_journal_some"])
+@pytest.mark.parametrize("gate", ["insert_result", "set_model_snapshot", "delete_payload"])
 def test_a_crash_at_any_point_of_a_snapshot_changes_nothing(
     tmp_path: Path, gate: str, undisturbed: tuple[list[Any], str]
 ) -> None:
@@ -182,7 +182,7 @@ def test_a_crash_at_any_point_of_a_snapshot_changes_nothing(
         async with serving(tmp_path, store=store, **OFTEN) as server:
             assert len(snapshot_directories(server)) == 1
             row = await model_row(server, model)
-            assert row.snapshot_seq == (8 if gate == "prune_journal_some" else 6)
+            assert row.snapshot_seq == (8 if gate == "delete_payload" else 6)
             after = Training(Client(server, ann.key), model, training.seq)
             after.results = [*training.results, *[(await after.client.result(promise)).json for promise in promises]]
             for token in TOKENS[4:]:
