@@ -33,6 +33,7 @@ from tinsmith.errors import StoreError
 from tinsmith.server.jobs.job import digest_of
 from tinsmith.store.base import Row, RowT, Store
 from tinsmith.store.rows import CountRow, ModelRow
+from tinsmith.wire.codecs.proto_outputs import without_metric
 from tinsmith.wire.rules.optim_metrics import body_with_former_names
 
 logger = logging.getLogger(__name__)
@@ -93,8 +94,17 @@ class Replayed:
     def is_same(self) -> bool:
         if self.done is None or digest_of(self.done.body) == self.row.digest:
             return True
-        # The journal is from before the metrics of a step had a prefix.
-        return isinstance(self.job, OptimStep) and digest_of(body_with_former_names(self.done.body)) == self.row.digest
+        former = _former_body(self.job, self.done.body)
+        return former is not None and digest_of(former) == self.row.digest
+
+
+def _former_body(job: AnyJob, body: bytes) -> bytes | None:
+    """Return a result as earlier versions wrote it: the journal may be older than this version."""
+    if isinstance(job, OptimStep):
+        return body_with_former_names(body)
+    if isinstance(job, ForwardBackward):
+        return without_metric(body, "weights:min")
+    return None
 
 
 async def for_sure(act: Callable[[], Awaitable[T]], what: str) -> T:

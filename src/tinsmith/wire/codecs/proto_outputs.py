@@ -41,11 +41,26 @@ def encode_output(output: ForwardBackwardOutput) -> bytes:
     for group in _groups([{name: _dense(tensor) for name, tensor in row.items()} for row in output.loss_fn_outputs]):
         message.message(2, _record_message(group))
     for name, value in output.metrics.items():
-        entry = MessageWriter()
-        entry.text(1, name)
-        entry.double(2, value)
-        message.message(3, entry)
+        _add_metric(message, name, value)
     return message.encode()
+
+
+def _add_metric(message: MessageWriter, name: str, value: float) -> None:
+    entry = MessageWriter()
+    entry.text(1, name)
+    entry.double(2, value)
+    message.message(3, entry)
+
+
+def without_metric(body: bytes, name: str) -> bytes:
+    """Return a result as it would be without one of its metrics; the same if it does not have it."""
+    value = decode_metrics(body)[0].get(name)
+    if value is None:
+        return body
+    metric = MessageWriter()
+    _add_metric(metric, name, value)
+    before, _, after = body.rpartition(metric.encode())
+    return before + after
 
 
 def decode_output(body: bytes | memoryview, max_datums: int = MAX_ITEMS) -> ForwardBackwardOutput:

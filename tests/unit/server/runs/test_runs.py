@@ -36,6 +36,8 @@ from tinsmith.engine.protocol import (
 )
 from tinsmith.server.runs import replay
 from tinsmith.store.rows import CheckpointRow, JobRow, ModelRow
+from tinsmith.wire.codecs.proto_outputs import encode_output
+from tinsmith.wire.messages.training import ForwardBackwardOutput
 from tinsmith.wire.rules.optim_metrics import OPTIM_METRICS, body_with_former_names
 
 
@@ -366,21 +368,33 @@ def test_a_replay_that_gives_something_else_marks_the_run(tmp_path: Path, caplog
 
 
 class Former(Recorder):
-    """Names a step's metrics as versions did that had no prefix, but for replays: as if it was upgraded since."""
+    """Returns results as earlier versions did, but for replays: as if it was upgraded since.
+
+    Steps name their metrics without a prefix; replayed passes have a metric that earlier ones did not have.
+    """
 
     def submit(self, job: AnyJob, on_tokens: Any = None) -> Any:
         future = super().submit(job, on_tokens)
-        if not isinstance(job, OptimStep) or job.job_id.startswith("replay-"):
-            return future
+        is_replay = job.job_id.startswith("replay-")
 
-        async def renamed() -> Done:
+        async def changed() -> Done:
             done: Done = await future
-            return msgspec.structs.replace(done, body=body_with_former_names(done.body))
+            if isinstance(job, OptimStep) and not is_replay:
+                return msgspec.structs.replace(done, body=body_with_former_names(done.body))
+            if isinstance(job, ForwardBackward) and is_replay:
+                return msgspec.structs.replace(done, body=with_metric(done.body, "weights:min", 0.5))
+            return done
 
-        return asyncio.ensure_future(renamed())
+        return asyncio.ensure_future(changed())
 
 
-def test_a_replay_under_the_metrics_new_names_gives_the_same(tmp_path: Path) -> None:
+def with_metric(body: bytes, name: str, value: float) -> bytes:
+    """Return a result with one more metric."""
+    empty, metric = (encode_output(ForwardBackwardOutput("", [], metrics)) for metrics in ({}, {name: value}))
+    return body + metric.removeprefix(empty)
+
+
+def test_a_journal_of_an_earlier_version_is_replayed_without_a_fault(tmp_path: Path) -> None:
     async def scenario() -> None:
         backend = Former()
         async with serving(tmp_path, backend=backend) as server:
@@ -391,7 +405,7 @@ def test_a_replay_under_the_metrics_new_names_gives_the_same(tmp_path: Path) -> 
             backend.lose()
             await ann.result(await ann.post("forward_backward", forward_backward(model, 3)))
             replayed = [job for job in backend.submitted if job.job_id.startswith("replay-")]
-            assert any(isinstance(job, OptimStep) for job in replayed)
+            assert {type(job) for job in replayed} >= {OptimStep, ForwardBackward}
             [row] = await server.rows(ModelRow, "models_live")
             assert row.fault is None
             [point] = (await ann.get(f"/tinsmith/v1/training_runs/{model}/metrics")).json["points"]

@@ -16,7 +16,7 @@ from tinsmith import types
 from tinsmith.errors import InvalidInputError, WireError
 from tinsmith.types import Datum, ForwardBackwardOutput, ForwardBackwardRequest, ModelInput, SampleResponse, TensorData
 from tinsmith.wire.codecs import json_codec, protobuf
-from tinsmith.wire.codecs.proto_outputs import decode_output, encode_output
+from tinsmith.wire.codecs.proto_outputs import decode_output, encode_output, without_metric
 from tinsmith.wire.codecs.proto_sampling import decode_response, encode_response
 from tinsmith.wire.codecs.proto_training import decode_request, encode_request
 from tinsmith.wire.message import is_given
@@ -384,3 +384,13 @@ def test_what_is_not_plainly_a_tensor_is_read_field_by_field(tail: bytes) -> Non
         except WireError as error:
             told.append(str(error))
     assert told[0] == told[1]
+
+
+def test_a_metric_can_be_taken_out_of_a_result() -> None:
+    tensor = TensorData(data=[1.0, 2.0], dtype="float32")
+    metrics = {"loss:sum": 1.5, "weights:min": 0.0, "tokens:sum": 2.0}
+    body = encode_output(ForwardBackwardOutput("TorchLossReturn", [{"logprobs": tensor}], metrics))
+    del metrics["weights:min"]
+    former = encode_output(ForwardBackwardOutput("TorchLossReturn", [{"logprobs": tensor}], metrics))
+    assert without_metric(body, "weights:min") == former
+    assert without_metric(former, "weights:min") == former
