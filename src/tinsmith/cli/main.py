@@ -12,7 +12,7 @@ import click
 
 from tinsmith.cli.connection import server_option
 from tinsmith.cli.output import echo, formatted
-from tinsmith.printable import PrintableLines, printable
+from tinsmith.text.printable import PrintableLines, printable
 from tinsmith.version import PROTOCOL_VERSION, __version__
 
 COMMANDS = {

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinsmith.client.runtime.optional_packages import library
-from tinsmith.client.tokenizers.chat_template import check_objects, chosen_template, render
 from tinsmith.errors import InvalidInputError, TinkerError
+from tinsmith.text.chat_template import check_objects, chosen_template, render
+from tinsmith.text.optional_packages import library
 
 MAX_FILE_BYTES = 128 * 2**20
 """The largest tokenizer file that is read; those of current models have up to 40 MB."""
