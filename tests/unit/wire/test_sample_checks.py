@@ -12,7 +12,8 @@ from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.protocol import ModelCard
 from tinsmith.engine.sampling.plan import plan_sample
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.bodies.read import SampleQuestion, read_sample
+from tinsmith.server.bodies.questions import SampleQuestion
+from tinsmith.server.bodies.read import read_sample
 from tinsmith.wire.codecs import json_codec
 from tinsmith.wire.message import NOT_GIVEN
 from tinsmith.wire.messages.sampling import SampleRequest, SamplingParams

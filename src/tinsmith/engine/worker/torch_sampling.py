@@ -14,9 +14,9 @@ from tinsmith.engine.sampling import sampler
 from tinsmith.engine.sampling.adapters import Name, SamplerAdapters
 from tinsmith.engine.sampling.plan import SampleJob
 from tinsmith.engine.sampling.sampler import Sampler, SamplerLimits
-from tinsmith.engine.sampling.token_bytes import read_token_bytes
 from tinsmith.engine.worker.executor import SampleEvent, SamplerStep, TorchOptions, as_job_failures, failure
 from tinsmith.engine.worker.memory import MemoryCaps
+from tinsmith.text.token_bytes import read_token_bytes
 from tinsmith.wire.codecs import json_codec
 from tinsmith.wire.codecs.proto_sampling import encode_response
 from tinsmith.wire.messages.sampling import SampleRequest, SampleResponse

@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from tinsmith.errors import LimitExceededError
-from tinsmith.server.bodies.read import Fault, Question, Reading, read
+from tinsmith.server.bodies.questions import Fault, Question, Reading
+from tinsmith.server.bodies.read import read
 from tinsmith.server.bodies.reader_process import HEAD, receive, send
 
 logger = logging.getLogger(__name__)
