@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
@@ -34,6 +33,7 @@ from tinsmith.server.checkpoints.disk_budget import DiskBudget
 from tinsmith.server.checkpoints.file_work import FileWork
 from tinsmith.server.checkpoints.saves import Saves
 from tinsmith.server.data_dir import Files
+from tinsmith.server.http import errors
 from tinsmith.server.http.endpoint import Endpoint, fault, refusal
 from tinsmith.server.installation import Installation
 from tinsmith.server.jobs.job import RequestIds, Work
@@ -47,7 +47,7 @@ from tinsmith.server.ops.metrics import Metrics
 from tinsmith.server.ops.sweeper import Sweeper
 from tinsmith.server.ops.usage import HOUR_S
 from tinsmith.server.refusals import UnknownResourceError
-from tinsmith.server.routes import admin, futures, own, runs, sampling, service, sessions, training, weights
+from tinsmith.server.routes import admin, futures, openai, own, runs, sampling, service, sessions, training, weights
 from tinsmith.server.runs.checkpoint_advice import Advice
 from tinsmith.server.runs.registry import Runs
 from tinsmith.server.runs.restart import recover
@@ -57,8 +57,10 @@ from tinsmith.server.services import Services
 from tinsmith.store.base import Store
 from tinsmith.store.open import open_store
 from tinsmith.store.rows import CountRow, KeyRow
-from tinsmith.wire.routes.own import DOWNLOAD, OWN_ROUTES
-from tinsmith.wire.routes.table import ROUTES, Route
+from tinsmith.wire.routes.openai import PREFIXES
+from tinsmith.wire.routes.own import DOWNLOAD
+from tinsmith.wire.routes.served import SERVED_ROUTES
+from tinsmith.wire.routes.table import Dialect, Route
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +74,7 @@ HANDLERS: Handlers = {
     **service.HANDLERS,
     **admin.HANDLERS,
     **own.HANDLERS,
+    **openai.HANDLERS,
 }
 
 
@@ -187,7 +190,7 @@ def check_flags(flags: Mapping[str, bool]) -> dict[str, bool]:
 
 def make_app(services: Services) -> Starlette:
     """Return the ASGI application of a server; it answers while `running` is entered."""
-    endpoints = {route: Endpoint(services, route, HANDLERS[route.name]) for route in (*ROUTES, *OWN_ROUTES)}
+    endpoints = {route: Endpoint(services, route, HANDLERS[route.name]) for route in SERVED_ROUTES}
     routes: list[BaseRoute] = [_route(route, endpoint) for route, endpoint in endpoints.items()]
     fixed = {(route.method, route.path): endpoint for route, endpoint in endpoints.items() if "{" not in route.path}
     return App(fixed, routes=routes, exception_handlers={HTTPException: _not_here, Exception: _fault})
@@ -197,8 +200,13 @@ async def _not_here(request: Request, error: Exception) -> Response:
     """Answer a path or method that no route has."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path} is not a route of this server; see /openapi.json"
-    body = msgspec.json.encode({"detail": text, "code": UnknownResourceError.code})
+    body = errors.body_of(UnknownResourceError(text), _dialect(request.url.path))
     return Response(body, error.status_code, error.headers, media_type=JSON)
+
+
+def _dialect(path: str) -> Dialect:
+    """Return the dialect of a path that no route has: that of the routes beside it."""
+    return "openai" if path.startswith(tuple(f"{prefix}/" for prefix in PREFIXES.values())) else "tinker"
 
 
 async def _fault(request: Request, error: Exception) -> Response:
@@ -225,8 +233,8 @@ class App(Starlette):
 
 def _route(route: Route, endpoint: Endpoint) -> StarletteRoute:
     path = route.path.replace("{checkpoint_id}", "{checkpoint_id:checkpoint}")
-    if route is DOWNLOAD:
-        path = path.replace("{name}", "{name:path}")
+    if route is DOWNLOAD or route.dialect == "openai":
+        path = path.replace("{name}", "{name:path}").replace("{model}", "{model:path}")
     return StarletteRoute(path, endpoint, methods=[route.method], name=route.name)
 
 
@@ -304,4 +312,4 @@ def make_store(config: ServerConfig) -> Store:
     return open_store(config.database_url)
 
 
-assert set(HANDLERS) == {route.name for route in (*ROUTES, *OWN_ROUTES)}, "every route has a handler"
+assert set(HANDLERS) == {route.name for route in SERVED_ROUTES}, "every route has a handler"

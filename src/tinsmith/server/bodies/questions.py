@@ -98,5 +98,70 @@ class JsonReading(msgspec.Struct, frozen=True, kw_only=True, tag="json"):
     body: bytes
 
 
-Question: TypeAlias = PassQuestion | SampleQuestion | LossQuestion | JsonQuestion
-Reading: TypeAlias = PassReading | SampleReading | LossReading | JsonReading
+class HeadQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
+    """A request of an OpenAI client: which model does it name? Its tokenizer is needed to read the rest."""
+
+
+class HeadReading(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
+    model: str
+
+
+class PromptQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
+    """A request of an OpenAI client: which samples does it ask for?"""
+
+    kind: Literal["completions", "chat"]
+    card: ModelCard
+    max_samples: int
+    chat_template: str | None = None
+    """A file with the template to use instead of the model's own."""
+
+
+class PromptSample(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt as a sample of the protocol: its body, what the server must know of it, and its tokens if they are
+    echoed."""
+
+    body: bytes
+    reading: SampleReading
+    tokens: list[int] = []
+
+
+class PromptReading(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
+    """The samples to draw, one for each prompt, and the form of the answer."""
+
+    samples: list[PromptSample]
+    n: int
+    is_stream: bool = False
+    has_usage: bool = False
+    """Whether a stream ends with the usage."""
+    echo: bool = False
+    logprobs: int | None = None
+    """How many likely tokens are listed for each position; None: logprobs are not wanted."""
+    stops: list[str] = []
+    """Strings that end a sample, and are cut from its text."""
+    thinking: Literal["none", "marked", "begun"] = "none"
+    """Whether the model thinks before it answers: never, between marks, or from its first token on."""
+    tool_form: Literal["none", "hermes", "llama", "mistral", "forced"] = "none"
+    """How the model writes calls of tools; `forced`: the whole answer is the JSON of a call."""
+
+
+class VocabularyQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="vocabulary"):
+    """The bytes of a tokenizer's tokens, from which the server makes text."""
+
+    directory: str
+
+
+class VocabularyReading(msgspec.Struct, frozen=True, kw_only=True, tag="vocabulary"):
+    pieces: bytes
+    """The bytes of all tokens, one after another."""
+    ends: bytes
+    """Where each ends, as 32-bit numbers."""
+    special: list[int]
+    """Tokens that are not text, such as the end of a sequence."""
+
+
+Question: TypeAlias = (
+    PassQuestion | SampleQuestion | LossQuestion | JsonQuestion | HeadQuestion | PromptQuestion | VocabularyQuestion
+)
+Reading: TypeAlias = (
+    PassReading | SampleReading | LossReading | JsonReading | HeadReading | PromptReading | VocabularyReading
+)

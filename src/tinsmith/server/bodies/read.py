@@ -17,16 +17,20 @@ from tinsmith.engine.protocol import ModelCard
 from tinsmith.errors import InvalidInputError, LimitExceededError, WireError
 from tinsmith.server.bodies.questions import (
     Fault,
+    HeadQuestion,
+    JsonQuestion,
     JsonReading,
     LossQuestion,
     LossReading,
     PassQuestion,
     PassReading,
+    PromptQuestion,
     Question,
     Reading,
     SampleQuestion,
     SampleReading,
 )
+from tinsmith.server.bodies.read_openai import read_head, read_prompts, read_vocabulary
 from tinsmith.wire.codecs import json_codec, proto_outputs, proto_sampling, proto_training, protobuf
 from tinsmith.wire.limits import MAX_ID, Id, check_size
 from tinsmith.wire.message import SeqId, describe, field_of
@@ -50,7 +54,14 @@ def read(question: Question, body: bytes) -> Reading:
         return read_sample(question, body)
     if isinstance(question, LossQuestion):
         return read_loss(body)
-    return JsonReading(body=as_json(question.kind, body))
+    if isinstance(question, JsonQuestion):
+        return JsonReading(body=as_json(question.kind, body))
+    if isinstance(question, HeadQuestion):
+        return read_head(body)
+    if isinstance(question, PromptQuestion):
+        check_containers(body)
+        return read_prompts(question, body)
+    return read_vocabulary(question.directory)
 
 
 def read_pass(question: PassQuestion, body: bytes) -> PassReading:

@@ -31,7 +31,7 @@ from tinsmith.server.refusals import NotReadyError, SlowBodyError, UnsupportedBo
 from tinsmith.server.services import Services
 from tinsmith.wire.codecs import json_codec, zstd
 from tinsmith.wire.message import dec_hook, describe, field_of
-from tinsmith.wire.routes.table import Encoding, Route
+from tinsmith.wire.routes.table import Dialect, Encoding, Route
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +85,13 @@ class Endpoint:
             else:
                 answer = await self._answer(scope, headers, caller, receive, connection)
         except TinkerError as error:
-            answer = refusal(error)
+            answer = refusal(error, self._route.dialect)
             if connection is not None:
                 connection.close_gently()
             self._services.refusals.add(self._route.name, answer.status, caller, error)
         except Exception as error:
             logger.exception("%s failed", self._route.name, extra={"event": "fault", "route": self._route.name})
-            answer = refusal(fault(error))
+            answer = refusal(fault(error), self._route.dialect)
         if not isinstance(answer, Answer):
             await self._send_long(answer, scope, receive, send, began)
             return
@@ -187,7 +187,7 @@ class Endpoint:
             if has_begun:
                 raise  # too late for an error response: uvicorn logs it and closes the connection
             logger.exception("%s failed", self._route.name, extra={"event": "fault", "route": self._route.name})
-            await send_answer(counted, refusal(fault(error)))
+            await send_answer(counted, refusal(fault(error), self._route.dialect))
 
 
 ENCODING_NAMES: Mapping[Encoding, str] = {
@@ -269,9 +269,9 @@ def fault(error: Exception) -> TinkerError:
     return TinkerError(f"internal server error ({type(error).__name__}); the server's log has the cause")
 
 
-def refusal(error: TinkerError) -> Answer:
+def refusal(error: TinkerError, dialect: Dialect = "tinker") -> Answer:
     """Return an error as an answer."""
-    return Answer(errors.body_of(error), errors.status_of(error), JSON, errors.headers_of(error))
+    return Answer(errors.body_of(error, dialect), errors.status_of(error), JSON, errors.headers_of(error))
 
 
 async def send_answer(send: Send, answer: Answer) -> None:
