@@ -16,7 +16,7 @@ from tinsmith.server.bodies.questions import SampleQuestion
 from tinsmith.server.bodies.read import read_sample
 from tinsmith.wire.codecs import json_codec
 from tinsmith.wire.message import NOT_GIVEN
-from tinsmith.wire.messages.sampling import SampleRequest, SamplingParams
+from tinsmith.wire.messages.sampling import OutputFormat, SampleRequest, SamplingParams
 from tinsmith.wire.rules.sample_rules import MAX_TOPK, check_options, check_sample
 from tinsmith.wire.values.chunks import ImageAssetPointerChunk
 from tinsmith.wire.values.inputs import ModelInput
@@ -86,6 +86,27 @@ def test_a_prompt_that_is_no_text() -> None:
         ({"stop": [1, 100]}, "stop[1]", "100 is not a token of this model"),
         ({"stop": [-1]}, "stop[0]", "-1 is not a token"),
         ({"stop": ["x" * 999] * 5}, "stop", "the strings take 4995 bytes together; 4096 are allowed"),
+        ({"min_p": 1.5}, "min_p", "1.5 is not allowed; it must be 0 to 1"),
+        ({"min_p": -0.1}, "min_p", "-0.1 is not allowed"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "2.5 is not allowed; it must be -2 to 2"),
+        ({"presence_penalty": -2.5}, "presence_penalty", "-2.5 is not allowed; it must be -2 to 2"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", "0.0 is not allowed; it must be above 0 and at most 10"),
+        ({"repetition_penalty": 10.5}, "repetition_penalty", "10.5 is not allowed"),
+        ({"logit_bias": {1: 0.0, 2: -101.0}}, "logit_bias[2]", "-101.0 is not allowed; it must be -100 to 100"),
+        ({"logit_bias": {1: 0.0, 100: 1.0}}, "logit_bias", r"100 is not a token of this model \(allowed: 0 to 99\)"),
+        ({"logit_bias": {-1: 0.0}}, "logit_bias", "-1 is not a token"),
+        ({"stop_token_ids": [1, 100]}, "stop_token_ids[1]", "100 is not a token of this model"),
+        (
+            {"output_format": OutputFormat(type="json_object", schema="{}")},
+            "output_format.schema",
+            "must be empty for type json_object; use type json_schema",
+        ),
+        ({"output_format": OutputFormat(type="regex")}, "output_format.schema", "is empty; type regex needs one"),
+        (
+            {"output_format": OutputFormat(type="lark", schema="\u00fc" * 40_000)},
+            "output_format.schema",
+            "has 80000 bytes; at most 65536 are allowed",
+        ),
     ],
 )
 def test_parameters(params: dict[str, Any], field: str, says: str) -> None:
