@@ -446,6 +446,10 @@ class ServerConfig:
     scheduler_quantum_s: float = SCHEDULER_QUANTUM_S
     """Seconds of the device that each tenant gets per round while several compete. Less is fairer over short times,
     more switches less often."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names of models for OpenAI clients, each a base model or `tinker://...`: a TOML table, or NAME=MODEL,..."""
+    chat_templates: Mapping[str, Path] = field(default_factory=dict)
+    """Chat templates for models, checkpoints or aliases (`""`: for all): a TOML table, or NAME=FILE,..."""
     client_flags: Mapping[str, bool] = field(default_factory=dict)
     """Overrides of the flags in client/config: a TOML table, or NAME=true,... in the environment."""
 

@@ -28,14 +28,16 @@ from tinsmith.server.auth.authenticator import Authenticator
 from tinsmith.server.auth.budgets import Budgets
 from tinsmith.server.auth.keys import installation_secret
 from tinsmith.server.auth.signed_urls import Signer
+from tinsmith.server.bodies.reader_pool import ReaderPool
 from tinsmith.server.call import JSON, Handlers
 from tinsmith.server.checkpoints.disk_budget import DiskBudget
 from tinsmith.server.checkpoints.file_work import FileWork
 from tinsmith.server.checkpoints.saves import Saves
 from tinsmith.server.data_dir import Files
+from tinsmith.server.doors.caller_session import CallerSessions
+from tinsmith.server.doors.vocabulary import Vocabularies
 from tinsmith.server.http import errors
 from tinsmith.server.http.endpoint import Endpoint, fault, refusal
-from tinsmith.server.installation import Installation
 from tinsmith.server.jobs.job import RequestIds, Work
 from tinsmith.server.jobs.lifecycle import Jobs
 from tinsmith.server.jobs.on_finished import make_finishers
@@ -43,6 +45,7 @@ from tinsmith.server.jobs.pending_results import Broker
 from tinsmith.server.jobs.samples import Samples
 from tinsmith.server.ops.activity import Activity
 from tinsmith.server.ops.clock import SteadyClock
+from tinsmith.server.ops.installation import Installation
 from tinsmith.server.ops.metrics import Metrics
 from tinsmith.server.ops.sweeper import Sweeper
 from tinsmith.server.ops.usage import HOUR_S
@@ -149,6 +152,7 @@ def make_services(
         advise=advice.for_run,
         count_replayed=metrics.replayed.inc,
     )
+    readers, activity = ReaderPool(), Activity(config.max_telemetry_rows)
     return Services(
         config=config,
         store=store,
@@ -173,8 +177,11 @@ def make_services(
         metrics=metrics,
         clock=clock,
         client_flags=check_flags(config.client_flags),
-        activity=Activity(config.max_telemetry_rows),
+        readers=readers,
+        activity=activity,
         saves=saves,
+        caller_sessions=CallerSessions(access, activity, clock),
+        vocabularies=Vocabularies(readers),
         installation=installation,
     )
 

@@ -38,7 +38,7 @@ from tinsmith.server.auth.start_keys import prepare_keys
 from tinsmith.server.http.tls import SOON_S, seconds_left, server_context
 from tinsmith.server.http.uvicorn_protocol import protocol_for
 from tinsmith.server.http.web_pages import guarded
-from tinsmith.server.installation import begin_installation, check_installation
+from tinsmith.server.ops.installation import begin_installation, check_installation
 from tinsmith.server.services import Services
 from tinsmith.store.base import Store
 from tinsmith.text.printable import PrintableLines

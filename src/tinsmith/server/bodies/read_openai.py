@@ -27,6 +27,7 @@ from tinsmith.server.bodies.questions import (
 from tinsmith.text.token_bytes import read_token_bytes
 from tinsmith.text.tokenizer import Tokenizer, load_tokenizer
 from tinsmith.wire.codecs import json_codec
+from tinsmith.wire.limits import Name
 from tinsmith.wire.message import NOT_GIVEN
 from tinsmith.wire.messages import openai as wire
 from tinsmith.wire.messages.sampling import OutputFormat, SampleRequest, SamplingParams
@@ -48,7 +49,7 @@ T = TypeVar("T")
 
 
 class _Head(msgspec.Struct):
-    model: wire.Name
+    model: Name
 
 
 def read_head(body: bytes) -> HeadReading:
@@ -159,10 +160,11 @@ def _params(
     if prompt is not None:
         ends += [prompt.turn_end] if prompt.turn_end is not None else []
         output = prompt.output_format
-    given = {
+    ends = list(dict.fromkeys(ends))
+    given: dict[str, Any] = {
         "max_tokens": max_tokens,
         "seed": request.seed,
-        "stop": texts or None,
+        "stop": texts or ends or None,
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": None if request.top_k == 0 else request.top_k,
@@ -171,7 +173,7 @@ def _params(
         "presence_penalty": request.presence_penalty,
         "repetition_penalty": request.repetition_penalty,
         "logit_bias": _biases(request.logit_bias),
-        "stop_token_ids": list(dict.fromkeys(ends)) or None,
+        "stop_token_ids": ends if texts and ends else None,
         "output_format": output,
     }
     return SamplingParams(**{name: value for name, value in given.items() if value is not None})

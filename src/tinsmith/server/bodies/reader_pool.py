@@ -117,9 +117,10 @@ class ReaderPool:
         self._waiting: dict[str, deque[asyncio.Future[BodyReader]]] = {}
         self._pool = ThreadPoolExecutor(count, "tinsmith-reader")
 
-    async def ask(self, tenant: str, question: Question, body: bytes) -> Reading:
-        """Answer a question about a body; raises what is wrong with it."""
-        if len(body) <= INLINE_BYTES:
+    async def ask(self, tenant: str, question: Question, body: bytes, *, is_here: bool = True) -> Reading:
+        """Answer a question about a body; raises what is wrong with it. Small bodies are decoded on the loop, unless
+        what is asked needs a process even so (not `is_here`)."""
+        if is_here and len(body) <= INLINE_BYTES:
             return read(question, body)
         reader = await self._turn(tenant)
         asked = asyncio.get_running_loop().run_in_executor(self._pool, reader.ask, _questions.encode(question), body)

@@ -11,8 +11,9 @@ import asyncio
 import errno
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -129,9 +130,16 @@ class Endpoint:
     async def _taken_in(self, scope: Scope, headers: dict[str, str], caller: Caller, receive: Receive) -> AnyAnswer:
         services = self._services
         body = await read_body(receive, self._max_bytes, services.config.body_timeout_s)
-        return await self._handler(services, await self._call(scope, headers, caller, body))
+        return await self._handler(services, await self._call(scope, headers, caller, body, partial(_gone, receive)))
 
-    async def _call(self, scope: Scope, headers: dict[str, str], caller: Caller, body: bytes) -> Call:
+    async def _call(
+        self,
+        scope: Scope,
+        headers: dict[str, str],
+        caller: Caller,
+        body: bytes,
+        gone: Callable[[], Awaitable[None]],
+    ) -> Call:
         route = self._route
         message: Any = None
         form: dict[str, bytes] | None = None
@@ -160,6 +168,7 @@ class Endpoint:
             headers=headers,
             scheme=scope.get("scheme", "http"),
             root_path=scope.get("root_path", ""),
+            gone=gone,
         )
 
     def _check_encoding(self, encoding: Encoding) -> None:
@@ -234,6 +243,12 @@ async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes
         if size > max_bytes:
             raise _too_large(max_bytes)
     return b"".join(parts) if size <= LARGE_BYTES else await asyncio.to_thread(b"".join, parts)
+
+
+async def _gone(receive: Receive) -> None:
+    """Return when the client has left; call it when the body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _receive(receive: Receive, timeout_s: float) -> Message:

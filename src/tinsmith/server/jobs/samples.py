@@ -74,6 +74,10 @@ class Samples:
     def position(self, request_id: str) -> Position:
         return self._backend.position(request_id)
 
+    def sessions(self) -> set[str]:
+        """Return the ids of the sessions that have samples under way."""
+        return {work.row.session_id for work in self._under_way.values()}
+
     def of_lane(self, lane: str) -> list[str]:
         """Return the ids of a sampling session's samples that have no result yet."""
         return [request_id for request_id, work in self._under_way.items() if work.row.lane == lane]

@@ -181,7 +181,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: Name = ""
 
 
-class Model(msgspec.Struct, frozen=True, kw_only=True):
+class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A model that the caller can sample: a base model, or a checkpoint."""
 
     id: str
@@ -193,5 +193,5 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
-    data: list[Model]
+    data: list[ListedModel]
     object: Literal["list"] = "list"

@@ -43,7 +43,7 @@ def _declare(prefix: str) -> tuple[Route, ...]:
             "GET",
             "/models/{model}",
             needs("sample", "read", owner="checkpoint", cost="rows"),
-            response=openai.Model,
+            response=openai.ListedModel,
         ),
         _at(prefix, "completions", "POST", "/completions", sample, openai.CompletionRequest),
         _at(prefix, "chat", "POST", "/chat/completions", sample, openai.ChatRequest),

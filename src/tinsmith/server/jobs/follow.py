@@ -1,0 +1,103 @@
+"""Follow running samples: their tokens as they come, and then their results.
+
+Several samples may be followed together, as for a request with many prompts. When the follower leaves before the end,
+the samples are cancelled, and their slots are free at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tinsmith.server.jobs.pending_results import Outcome, Promise
+from tinsmith.server.jobs.token_log import TokenLog
+from tinsmith.server.services import Services
+
+KEEP_ALIVE_S = 10.0
+"""How often a silent stream gives a sign of life."""
+MAX_S = 24 * 3600.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Followed:
+    """One sample, and how much of it was seen."""
+
+    promise: Promise
+    log: TokenLog | None
+    """None: its tokens come with the result only."""
+    seen: list[int]
+    """Tokens of each of its sequences."""
+    outcome: asyncio.Task[Outcome | None] | None = field(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class FreshTokens:
+    """New tokens of one sequence of one of the samples."""
+
+    sample: int
+    index: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleEnd:
+    """A sample has ended; None if it did not within a day."""
+
+    sample: int
+    outcome: Outcome | None
+
+
+Event = FreshTokens | SampleEnd
+
+
+async def follow(services: Services, samples: Sequence[Followed]) -> AsyncGenerator[list[Event], None]:
+    """Yield what is new, whenever something is; an empty list after a while without news."""
+    for followed in samples:
+        followed.outcome = asyncio.create_task(services.broker.wait(followed.promise, MAX_S))
+        if followed.log is not None:
+            followed.log.join()
+    running = set(range(len(samples)))
+    try:
+        while running:
+            events = _news(samples, running)
+            if events:
+                yield events
+                continue
+            news: set[asyncio.Future[Any]] = set()
+            for number in running:
+                followed = samples[number]
+                assert followed.outcome is not None
+                news |= {followed.outcome} if followed.log is None else {followed.outcome, followed.log.growth()}
+            done, _ = await asyncio.wait(news, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                yield []
+    finally:
+        _leave(services, samples)
+
+
+def _news(samples: Sequence[Followed], running: set[int]) -> list[Event]:
+    events: list[Event] = []
+    for number in sorted(running):
+        followed = samples[number]
+        assert followed.outcome is not None
+        is_over = followed.outcome.done()  # before its tokens, which are complete then
+        if followed.log is not None:
+            for index, tokens, logprobs in followed.log.after(followed.seen):
+                followed.seen[index] += len(tokens)
+                events.append(FreshTokens(number, index, tokens, logprobs))
+        if is_over:
+            running.discard(number)
+            events.append(SampleEnd(number, followed.outcome.result()))
+    return events
+
+
+def _leave(services: Services, samples: Sequence[Followed]) -> None:
+    for followed in samples:
+        if followed.log is not None:
+            followed.log.leave()
+        if followed.outcome is not None and not followed.outcome.done():
+            followed.outcome.cancel()
+            services.samples.cancel(followed.promise.request_id)
