@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,6 @@ TRAINED = 9
 @pytest.fixture(scope="module")
 def axolotl(place: Path, server: Served) -> Program:
     return Program("axolotl", place, server)
-
-
-@pytest.fixture
-def service(server: Served) -> Iterator[ServiceClient]:
-    with contextlib.closing(ServiceClient(base_url=server.url, api_key=server.key)) as service:
-        yield service
 
 
 def configured(place: Path, server: Served, rows: list[dict[str, Any]], **changes: Any) -> Path:

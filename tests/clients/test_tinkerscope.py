@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,18 +73,17 @@ def test_it_lists_the_run_and_its_checkpoints(scope: Program, place: Path, serve
 
 @pytest.mark.parametrize("name", ["000002", "final"])
 def test_the_probabilities_are_those_of_the_checkpoint(
-    name: str, scope: Program, place: Path, checkpoints: dict[str, str], server: Served
+    name: str, scope: Program, place: Path, checkpoints: dict[str, str], server: Served, service: ServiceClient
 ) -> None:
     (sample,) = samples(scope, place, f"greeting@{name}", "Hi", "--temperature", "0", "--max-tokens", "8")
     rows = sample["token_logprobs"]
     tokens = [row["tid"] for row in rows]
     assert len(tokens) == 8
-    with contextlib.closing(ServiceClient(base_url=server.url, api_key=server.key)) as service:
-        ours = service.create_sampling_client(model_path=checkpoints[name])
-        prompt = ours.get_tokenizer().encode("<|im_start|>User: Hi\n\nAssistant:", add_special_tokens=False)
-        logprobs = ours.compute_logprobs(ModelInput.from_ints([*prompt, *tokens])).result()[len(prompt) :]
-        other = service.create_sampling_client(base_model=server.model)
-        untrained = other.compute_logprobs(ModelInput.from_ints([*prompt, *tokens])).result()[len(prompt) :]
+    ours = service.create_sampling_client(model_path=checkpoints[name])
+    prompt = ours.get_tokenizer().encode("<|im_start|>User: Hi\n\nAssistant:", add_special_tokens=False)
+    logprobs = ours.compute_logprobs(ModelInput.from_ints([*prompt, *tokens])).result()[len(prompt) :]
+    other = service.create_sampling_client(base_model=server.model)
+    untrained = other.compute_logprobs(ModelInput.from_ints([*prompt, *tokens])).result()[len(prompt) :]
     assert [row["lp"] for row in rows] == logprobs
     assert logprobs != untrained
     for row in rows:
@@ -102,9 +100,8 @@ def test_several_samples_at_once(scope: Program, place: Path) -> None:
 
 
 def test_a_deleted_checkpoint_is_an_error(
-    scope: Program, place: Path, checkpoints: dict[str, str], server: Served
+    scope: Program, place: Path, checkpoints: dict[str, str], service: ServiceClient
 ) -> None:
-    with contextlib.closing(ServiceClient(base_url=server.url, api_key=server.key)) as service:
-        service.create_rest_client().delete_checkpoint_from_tinker_path(checkpoints["000004"]).result()
+    service.create_rest_client().delete_checkpoint_from_tinker_path(checkpoints["000004"]).result()
     with pytest.raises(AssertionError, match="404"):
         samples(scope, place, "greeting@000004", "Hi", "--max-tokens", "8")

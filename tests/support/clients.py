@@ -1,7 +1,7 @@
 """Programs that others wrote, run as their users run them: unmodified, in an environment of their own, as a process.
 
     with serve(place) as server:
-        output = Program("litellm", place, server).python("script.py")
+        answers = Program("litellm", place, server).script("litellm_program.py", server.model)
 
 `tools/clients` installs what `tests/clients/programs.txt` lists into `.official/clients`.
 """
@@ -9,14 +9,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tinsmith import AdamParams, Datum, ModelInput, ServiceClient
 from tinsmith.client.connection.local_engine import start_server
 from tinsmith.engine.models.tiny import make_tiny
 
@@ -35,6 +38,27 @@ OFFLINE = {
     "TINKER_TELEMETRY": "0",
 }
 
+CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>tools\\n' }}{% for tool in tools %}{{ tool.function.name + '\\n' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endif %}{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\\n' + (message.content or '') }}"
+    "{% for call in message.tool_calls or [] %}{{ '<tool_call>' + "
+    "{'name': call.function.name, 'arguments': call.function.arguments} | tojson + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+"""Takes tools, of which it shows the names only: so the tiny model sees the same prompt whoever describes a tool."""
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = {"name": "add", "arguments": {"a": 2, "b": 3}}
+QUESTION: list[dict[str, Any]] = [{"role": "user", "content": "Add 2 and 3"}]
+CALLED = [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}]
+LESSONS: list[tuple[list[dict[str, Any]], list[dict[str, Any]] | None, str]] = [
+    ([{"role": "user", "content": "Hi"}], None, "Hello there"),
+    ([{"role": "user", "content": "Bye"}], None, "See you"),
+    (QUESTION, [TOOL], f"<tool_call>{json.dumps(CALL)}</tool_call>"),
+    ([*QUESTION, *CALLED, {"role": "tool", "content": "5"}], [TOOL], "It is 5"),
+]
+"""Messages, tools and answer of what the tuned model has learnt by heart."""
+
 
 @dataclass(frozen=True)
 class Served:
@@ -47,14 +71,23 @@ class Served:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a client of the Tinker protocol reads."""
-        return {"TINKER_BASE_URL": self.url, "TINKER_API_KEY": self.key}
+        """What clients of Tinker, OpenAI and Anthropic read."""
+        return {
+            "TINKER_BASE_URL": self.url,
+            "TINKER_API_KEY": self.key,
+            "OPENAI_BASE_URL": f"{self.url}/v1",
+            "OPENAI_API_KEY": self.key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.key,
+        }
 
 
 @contextlib.contextmanager
 def serve(place: Path, *options: str, context: int = 512) -> Iterator[Served]:
     """Run `tinsmith serve` with a tiny model until the block ends."""
     model = make_tiny(place / "model", max_position_embeddings=context)
+    file = model / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": CHAT_TEMPLATE}))
     arguments = ["--data-dir", str(place / "data"), "--model", f"{model}={model}", *options]
     address, process = start_server(arguments, {"TINSMITH_DTYPE": "float32"}, place / "server.log")
     try:
@@ -64,6 +97,25 @@ def serve(place: Path, *options: str, context: int = 512) -> Iterator[Served]:
         process.wait(60)
         assert process.stdout is not None
         process.stdout.close()
+
+
+def tune(server: Served) -> str:
+    """Teach the tiny model the lessons, and return the checkpoint."""
+    with contextlib.closing(ServiceClient(base_url=server.url, api_key=server.key)) as service:
+        training = service.create_lora_training_client(server.model, rank=32, seed=0)
+        data = [_datum(training.get_tokenizer(), *lesson) for lesson in LESSONS]
+        for _ in range(50):
+            loss = training.forward_backward(data, "cross_entropy")
+            training.optim_step(AdamParams(learning_rate=0.01))
+        assert loss.result().metrics["loss:sum"] < 0.5, "the tiny model has not learnt its lessons"
+        return training.save_weights_for_sampler("tuned").result().path
+
+
+def _datum(tokenizer: Any, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, answer: str) -> Datum:
+    prompt = tokenizer.apply_chat_template(messages, tools=tools, tokenize=True, add_generation_prompt=True)
+    tokens = [*prompt, *tokenizer.encode(answer + "<|im_end|>", add_special_tokens=False)]
+    weights = [0.0] * (len(prompt) - 1) + [1.0] * (len(tokens) - len(prompt))
+    return Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": weights})
 
 
 class Program:
@@ -76,10 +128,9 @@ class Program:
         if not (CLIENTS / name / "current").exists():
             pytest.fail(f"{name} is not installed: run tools/clients {name} (make clients installs all)")
 
-    def script(self, *arguments: str | Path, **environment: str) -> str:
-        """Run a file of tests/clients/programs, and return what it prints."""
-        name, *others = arguments
-        return self.run("python", SCRIPTS / name, *others, **environment)
+    def script(self, name: str, *arguments: str | Path, **environment: str) -> Any:
+        """Run a file of tests/clients/programs, and return the JSON of the last line that it prints."""
+        return json.loads(self.run("python", SCRIPTS / name, *arguments, **environment).splitlines()[-1])
 
     def run(self, command: str, *arguments: str | Path, cwd: Path | None = None, **environment: str) -> str:
         """Run one of its commands to its end, and return what it prints."""
