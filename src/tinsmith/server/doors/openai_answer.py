@@ -6,6 +6,7 @@ bit to those of the Tinker routes. The text has neither stop strings nor special
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -91,6 +92,7 @@ def _completion_choice(
         if scores is not None:
             prompt = form.reading.samples[number].tokens
             scores.add(prompt, response.prompt_logprobs or [None] * len(prompt), response.topk_prompt_logprobs)
+            scores.end_prompt()
     if scores is not None:
         scores.add(sequence.tokens, sequence.logprobs or (), sequence.topk_logprobs)
     return {
@@ -136,6 +138,7 @@ class CompletionScores:
     text_offset: list[int] = field(default_factory=list)
     characters: int = 0
     """Of the text so far."""
+    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
     def add(
         self, tokens: Sequence[int], logprobs: Iterable[float | None], rows: Sequence[TopkRow] | None = None
@@ -147,7 +150,11 @@ class CompletionScores:
             self.top_logprobs.append(self._top(rows[place] if rows is not None else None, shown, logprob))
             self.text_offset.append(self.characters)
             if token not in self.vocabulary.special:
-                self.characters += _characters(self.vocabulary.raw(token))
+                self.characters += len(self.decoder.decode(self.vocabulary.raw(token)))
+
+    def end_prompt(self) -> None:
+        """Count what the prompt leaves of an unfinished character, which its text shows as a replacement."""
+        self.characters += len(self.decoder.decode(b"", final=True))
 
     def _top(self, row: TopkRow, shown: str, logprob: float | None) -> dict[str, float] | None:
         """Return the likely tokens, the likeliest first, and the token itself; None for a first token."""
@@ -169,11 +176,6 @@ class CompletionScores:
         }
         self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset = [], [], [], []
         return taken
-
-
-def _characters(raw: bytes) -> int:
-    """Return how many characters begin in these bytes."""
-    return sum(byte & 0xC0 != 0x80 for byte in raw)
 
 
 def chat_scores(
