@@ -21,7 +21,7 @@ from tinsmith.wire.messages.sampling import SampleRequest, SampleResponse, Sampl
 from tinsmith.wire.values.inputs import ModelInput
 
 BLOCK = 16
-SAMPLING = {"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}
+SAMPLING = set(SamplingParams.__struct_fields__)
 
 
 def load(directory: Path, **sizes: Any) -> tuple[Decoder, tuple[bytes, ...]]:
