@@ -22,8 +22,9 @@ from tinsmith.wire.codecs import zstd
 from tinsmith.wire.codecs.json_codec import encode
 from tinsmith.wire.codecs.proto_training import encode_request
 from tinsmith.wire.messages.training import ForwardBackwardInput, ForwardBackwardRequest
-from tinsmith.wire.routes.own import OWN_ROUTES, SAMPLE_RESULTS, SAMPLES
-from tinsmith.wire.routes.table import ROUTES, Route
+from tinsmith.wire.routes.own import SAMPLE_RESULTS, SAMPLES
+from tinsmith.wire.routes.served import SERVED_ROUTES
+from tinsmith.wire.routes.table import Route
 from tinsmith.wire.values.inputs import Datum, ModelInput
 
 MAX_S = 0.02
@@ -102,7 +103,7 @@ def held(tmp_path: Path) -> Any:
     return serving(tmp_path, backend=backend, poll_s=0.01)
 
 
-TAKES_BODY = [route for route in (*ROUTES, *OWN_ROUTES) if route.method in ("POST", "PUT")]
+TAKES_BODY = [route for route in SERVED_ROUTES if route.method in ("POST", "PUT")]
 
 
 @pytest.mark.parametrize("route", TAKES_BODY, ids=lambda route: route.name)
@@ -237,7 +238,7 @@ def test_no_scrape_holds_the_loop(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with held(tmp_path) as server:
-            for route in (*ROUTES, *OWN_ROUTES):
+            for route in SERVED_ROUTES:
                 for status in (200, 400, 404, 429):
                     server.services.metrics.request(route.name, status, 0.1)
             with watched_loop() as lag:

@@ -26,8 +26,8 @@ from tinsmith.wire.codecs import zstd
 from tinsmith.wire.codecs.json_codec import decode
 from tinsmith.wire.codecs.proto_training import encode_request
 from tinsmith.wire.messages.training import ForwardBackwardRequest
-from tinsmith.wire.routes.own import MSGPACK_TYPE, OWN_ROUTES
-from tinsmith.wire.routes.table import ROUTES
+from tinsmith.wire.routes.own import MSGPACK_TYPE
+from tinsmith.wire.routes.served import SERVED_ROUTES
 
 DOCUMENT = msgspec.json.decode(openapi())
 OPERATIONS = {
@@ -355,4 +355,4 @@ def test_the_requests_get_far(fuzzed: tuple[asyncio.Runner, World]) -> None:
 
 def test_every_route_of_the_description_is_tried() -> None:
     assert set(OPERATIONS) <= set(TARGETS)
-    assert set(OPERATIONS) == {route.name for route in (*ROUTES, *OWN_ROUTES)}
+    assert set(OPERATIONS) == {route.name for route in SERVED_ROUTES}

@@ -39,8 +39,8 @@ from tinsmith.wire.codecs import zstd
 from tinsmith.wire.codecs.json_codec import decode
 from tinsmith.wire.codecs.proto_training import encode_request
 from tinsmith.wire.messages.training import ForwardBackwardRequest
-from tinsmith.wire.routes.own import OWN_ROUTES
-from tinsmith.wire.routes.table import ROUTES, Route
+from tinsmith.wire.routes.served import SERVED_ROUTES
+from tinsmith.wire.routes.table import Route
 
 SMALL = ModelCard(name="small", vocab_size=32, max_context_length=24)
 TENANTS = 3
@@ -243,7 +243,7 @@ class Maker:
 
     def __init__(self, tenants: list[Tenant]) -> None:
         self._tenants = tenants
-        self._routes = [*ROUTES, *OWN_ROUTES]
+        self._routes = list(SERVED_ROUTES)
         self._weights = [RARE.get(route.name, 1.0) for route in self._routes]
         self._bodies: dict[tuple[str, int], list[Any]] = {}
 

@@ -1,4 +1,4 @@
-"""A server for clients of OpenAI: the backend of arithmetic with a tokenizer whose tokens are the bytes it computes with.
+"""A server for clients of OpenAI: the backend of arithmetic, with a tokenizer of the bytes that it computes with.
 
 Tokens below 256 are bytes, as the arithmetic takes them; the rest are special tokens, marks of chats, and a few pieces
 of characters and words. Token 0 ends a sample.
@@ -6,14 +6,21 @@ of characters and words. Token 0 ends a sample.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from support.in_process import Answer, Client, Recorder
-from tinsmith.engine.protocol import ModelCard
+from tinsmith.engine.protocol import AnyJob, Done, ModelCard, Sample
 from tinsmith.testing.backend import ARITHMETIC, MemoryBackend
+from tinsmith.testing.engine import token_events
 from tinsmith.text.token_bytes import byte_alphabet
+from tinsmith.text.tokenizer import load_tokenizer
+from tinsmith.wire.codecs.proto_sampling import encode_response
+from tinsmith.wire.messages.sampling import SampledSequence, SampleResponse
 
 SPECIAL = {0: "<|end|>", 256: "<|im_start|>", 257: "<|im_end|>", 258: "[TOOL_CALLS]"}
 ADDED = {259: "<think>", 260: "</think>", 261: "<tool_call>", 262: "</tool_call>"}
@@ -100,3 +107,26 @@ def chunks(answer: Answer) -> list[Any]:
     events = [event for event in answer.body.decode().split("\n\n") if event and not event.startswith(":")]
     assert events[-1] == "data: [DONE]", events[-1]
     return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+
+
+class Scripted(Recorder):
+    """A backend whose model always answers with one text, a token at a time if it is streamed."""
+
+    def __init__(self, directory: Path, text: str, *, template: str = TEMPLATE, end: int | None = 257) -> None:
+        write_tokenizer(directory, template)
+        super().__init__((card_with_tokenizer(directory),))
+        drawn = load_tokenizer(str(directory)).encode(text)
+        tokens = np.array([*drawn, *([] if end is None else [end])], np.int32)
+        logprobs = -np.arange(tokens.size, dtype=np.float32) / 8
+        self.response = SampleResponse([SampledSequence("stop", "", tokens, logprobs)])
+
+    def submit(self, job: AnyJob, on_tokens: Any = None) -> Any:
+        if not isinstance(job, Sample):
+            return super().submit(job, on_tokens)
+        self.submitted.append(job)
+        for event in token_events(self.response) if on_tokens is not None else ():
+            asyncio.get_running_loop().call_soon(on_tokens, event)
+        future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        done = Done(body=encode_response(self.response), encoding="protobuf")
+        asyncio.get_running_loop().call_soon(future.set_result, done)
+        return future

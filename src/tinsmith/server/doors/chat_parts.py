@@ -60,6 +60,7 @@ class ChatParts:
         self._text = ""
         """What is not given away yet."""
         self._has_content = False
+        self._has_thought = False
 
     def push(self, text: str) -> Delta:
         """Return what is certain after more text."""
@@ -86,7 +87,7 @@ class ChatParts:
         """Before the first character: does it think?"""
         text = self._text.lstrip()
         if text.startswith(THINK):
-            self._text = text[len(THINK) :].lstrip("\n")
+            self._text = text[len(THINK) :]
             self._take = self._thought
             return True
         if THINK.startswith(text):
@@ -95,6 +96,8 @@ class ChatParts:
         return True
 
     def _thought(self, delta: Delta) -> bool:
+        if not self._has_thought:  # line breaks before it are not part of it
+            self._text = self._text.lstrip("\n")
         thought, mark, rest = self._text.partition(END_THINK)
         if mark:
             delta.reasoning += thought.rstrip()
@@ -103,6 +106,7 @@ class ChatParts:
             return True
         certain = thought[: len(thought) - _held(thought, END_THINK)].rstrip()
         delta.reasoning += certain
+        self._has_thought = self._has_thought or bool(certain)
         self._text = self._text[len(certain) :]
         return False
 

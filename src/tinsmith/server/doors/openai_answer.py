@@ -6,6 +6,7 @@ bit to those of the Tinker routes. The text has neither stop strings nor special
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,8 @@ from tinsmith.server.doors.vocabulary import Vocabulary
 from tinsmith.wire.messages.sampling import SampledSequence, SampleResponse, TopkRow
 
 Kind = Literal["completions", "chat"]
+Rows = Sequence[TopkRow]
+"""The likely tokens at each position, likeliest first."""
 OBJECTS = {"completions": "text_completion", "chat": "chat.completion"}
 IDS = {"completions": "cmpl", "chat": "chatcmpl"}
 
@@ -91,6 +94,7 @@ def _completion_choice(
         if scores is not None:
             prompt = form.reading.samples[number].tokens
             scores.add(prompt, response.prompt_logprobs or [None] * len(prompt), response.topk_prompt_logprobs)
+            scores.end_prompt()
     if scores is not None:
         scores.add(sequence.tokens, sequence.logprobs or (), sequence.topk_logprobs)
     return {
@@ -136,10 +140,9 @@ class CompletionScores:
     text_offset: list[int] = field(default_factory=list)
     characters: int = 0
     """Of the text so far."""
+    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
-    def add(
-        self, tokens: Sequence[int], logprobs: Iterable[float | None], rows: Sequence[TopkRow] | None = None
-    ) -> None:
+    def add(self, tokens: Sequence[int], logprobs: Iterable[float | None], rows: Rows | None = None) -> None:
         for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             shown = self.vocabulary.shown(token)
             self.tokens.append(shown)
@@ -147,7 +150,11 @@ class CompletionScores:
             self.top_logprobs.append(self._top(rows[place] if rows is not None else None, shown, logprob))
             self.text_offset.append(self.characters)
             if token not in self.vocabulary.special:
-                self.characters += _characters(self.vocabulary.raw(token))
+                self.characters += len(self.decoder.decode(self.vocabulary.raw(token)))
+
+    def end_prompt(self) -> None:
+        """Count what the prompt leaves of an unfinished character, which its text shows as a replacement."""
+        self.characters += len(self.decoder.decode(b"", final=True))
 
     def _top(self, row: TopkRow, shown: str, logprob: float | None) -> dict[str, float] | None:
         """Return the likely tokens, the likeliest first, and the token itself; None for a first token."""
@@ -171,13 +178,8 @@ class CompletionScores:
         return taken
 
 
-def _characters(raw: bytes) -> int:
-    """Return how many characters begin in these bytes."""
-    return sum(byte & 0xC0 != 0x80 for byte in raw)
-
-
 def chat_scores(
-    vocabulary: Vocabulary, tokens: Sequence[int], logprobs: Iterable[float], rows: Sequence[TopkRow] | None = None
+    vocabulary: Vocabulary, tokens: Sequence[int], logprobs: Iterable[float], rows: Rows | None = None
 ) -> list[dict[str, Any]]:
     """Return the logprobs of a message, an object for each token."""
     return [
@@ -220,7 +222,7 @@ class ChunkedChoice:
             return self._chunk({"role": "assistant", "content": "", "refusal": None})
         return self._chunk(self._echo) if self._echo else b""
 
-    def push(self, tokens: Sequence[int], logprobs: Sequence[float], rows: Sequence[TopkRow] | None = None) -> bytes:
+    def push(self, tokens: Sequence[int], logprobs: Sequence[float], rows: Rows | None = None) -> bytes:
         """Return the chunk for new tokens; none while their text is held back."""
         if not self._is_plain:
             self._score(tokens, logprobs, rows)
@@ -256,7 +258,7 @@ class ChunkedChoice:
         number, self._calls = self._calls, self._calls + 1
         return {"index": number, **call.to_dict()}
 
-    def _score(self, tokens: Sequence[int], logprobs: Sequence[float], rows: Sequence[TopkRow] | None) -> None:
+    def _score(self, tokens: Sequence[int], logprobs: Sequence[float], rows: Rows | None) -> None:
         if self._parts is None:
             self._scores.add(tokens, logprobs, rows)
         else:

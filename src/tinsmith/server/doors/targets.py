@@ -13,7 +13,7 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.jobs.accept_sample import new_sampler
 from tinsmith.server.jobs.job import digest_of
-from tinsmith.server.refusals import UnknownResourceError
+from tinsmith.server.refusals import UnknownModelError, UnknownResourceError
 from tinsmith.server.runs.model_spec import card_of
 from tinsmith.server.services import Services
 from tinsmith.store.base import statement
@@ -56,11 +56,12 @@ async def find_target(services: Services, caller: Caller, name: str) -> SampleTa
     if not path:
         card = next((card for card in services.backend.cards() if card.name == base), None)
         if card is None or not card.sampleable:
-            raise UnknownResourceError(
-                f"model {name!r} does not exist or is not yours to use; GET /v1/models lists those that are"
-            )
+            raise UnknownModelError(f"model {name!r} does not exist or is not yours to use; list those that are")
         return SampleTarget(name=name, card=card)
-    row = await services.access.checkpoint(caller, path)
+    try:
+        row = await services.access.checkpoint(caller, path)
+    except (InvalidInputError, UnknownResourceError) as error:  # not a path, or a path to nothing
+        raise UnknownModelError(str(error)) from None
     if base and base != row.base_model:
         raise InvalidInputError(
             f"model: {base!r} is not the base model of {path}, which is {row.base_model!r}", field="model"

@@ -43,11 +43,11 @@ class TextStream:
         if self.is_stopped:
             return ""
         text = self._held + new
-        found = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if found:
+        found = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
+        if found:  # the one that is complete first: it would have ended the sample by itself
             self.is_stopped = True
             self._held = b""
-            return self._characters.decode(text[: min(found)])
+            return self._characters.decode(text[: min(found)[1]])
         keep = held_back(text, self._stops)
         self._held = text[len(text) - keep :]
         return self._characters.decode(text[: len(text) - keep])

@@ -71,14 +71,14 @@ def _openai(error: TinkerError) -> dict[str, Any]:
     status = status_of(error)
     field = getattr(error, "field", None)
     kind = OPENAI_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    code = OPENAI_CODES.get(status, error.code)
+    code = OPENAI_CODES.get(error.code, error.code)
     return {"error": {"message": redacted_text(str(error)), "type": kind, "param": field, "code": code}}
 
 
 FORMS: Mapping[Dialect, Callable[[TinkerError], dict[str, Any]]] = {"tinker": _tinker, "openai": _openai}
 OPENAI_TYPES: Mapping[int, str] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-OPENAI_CODES: Mapping[int, str] = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
-"""Codes that programs know; others are our own."""
+OPENAI_CODES: Mapping[str, str] = {"not_authenticated": "invalid_api_key", "over_limit": "rate_limit_exceeded"}
+"""Codes under which programs know our own."""
 
 
 def headers_of(error: TinkerError) -> dict[str, str]:

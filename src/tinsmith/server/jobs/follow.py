@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinsmith.server.jobs.pending_results import Outcome, Promise
-from tinsmith.server.jobs.token_log import TokenLog
+from tinsmith.server.jobs.token_log import NewTokens, TokenLog
 from tinsmith.server.services import Services
 
 KEEP_ALIVE_S = 10.0
@@ -33,13 +33,11 @@ class Followed:
 
 
 @dataclass(frozen=True, slots=True)
-class FreshTokens:
-    """New tokens of one sequence of one of the samples."""
+class SampleGrowth:
+    """New tokens of one of the samples."""
 
     sample: int
-    index: int
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
+    new: NewTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ class SampleEnd:
     outcome: Outcome | None
 
 
-Event = FreshTokens | SampleEnd
+Event = SampleGrowth | SampleEnd
 
 
 async def follow(services: Services, samples: Sequence[Followed]) -> AsyncGenerator[list[Event], None]:
@@ -85,9 +83,9 @@ def _news(samples: Sequence[Followed], running: set[int]) -> list[Event]:
         assert followed.outcome is not None
         is_over = followed.outcome.done()  # before its tokens, which are complete then
         if followed.log is not None:
-            for index, tokens, logprobs in followed.log.after(followed.seen):
-                followed.seen[index] += len(tokens)
-                events.append(FreshTokens(number, index, tokens, logprobs))
+            for new in followed.log.after(followed.seen):
+                followed.seen[new.index] += len(new.tokens)
+                events.append(SampleGrowth(number, new))
         if is_over:
             running.discard(number)
             events.append(SampleEnd(number, followed.outcome.result()))

@@ -99,7 +99,7 @@ async def _read(services: Services, call: Call, kind: Kind, target: SampleTarget
         max_samples=services.config.max_samples,
         chat_template=template_of(services, target),
     )
-    reading = await services.readers.ask(call.caller.org_id, question, call.body, is_here=False)
+    reading = await services.readers.ask(call.caller.org_id, question, call.body)
     return cast(PromptReading, reading)
 
 
@@ -175,7 +175,10 @@ async def _stream(services: Services, form: AnswerForm, samples: Sequence[Follow
                         first = event.sample * count
                         pieces += _last(choices[first : first + count], response, samples[event.sample].seen)
                     else:
-                        pieces.append(choices[event.sample * count + event.index].push(event.tokens, event.logprobs))
+                        new = event.new
+                        pieces.append(
+                            choices[event.sample * count + new.index].push(new.tokens, new.logprobs, new.topk)
+                        )
                 yield b"".join(pieces) or KEEP_ALIVE
         except TinkerError as error:
             yield b"data: %s\n\n" % errors.body_of(error, "openai")
