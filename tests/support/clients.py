@@ -3,7 +3,7 @@
     with serve(place) as server:
         answers = Program("litellm", place, server).script("litellm_program.py", server.model)
 
-`tools/clients` installs what `tests/clients/programs.txt` lists into `.official/clients`.
+`tools/clients` installs what `tests/clients/requirements` lists into `.clients`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tinsmith.client.connection.local_engine import start_server
 from tinsmith.engine.models.tiny import make_tiny
 
 ROOT = Path(__file__).resolve().parents[2]
-CLIENTS = ROOT / ".official" / "clients"
+CLIENTS = ROOT / ".clients"
 SCRIPTS = ROOT / "tests" / "clients" / "programs"
 TIMEOUT_S = 300.0
 """What one run of a program may take on a busy machine."""

@@ -17,6 +17,10 @@ from tinsmith.server.services import Services
 
 KEEP_ALIVE_S = 10.0
 """How often a silent stream gives a sign of life."""
+AT_ONCE = 16
+"""Events that are handled before others run."""
+TOKENS = 256
+"""Tokens in one event at most: a client that reads slowly may have missed many."""
 MAX_S = 24 * 3600.0
 
 
@@ -61,8 +65,10 @@ async def follow(services: Services, samples: Sequence[Followed]) -> AsyncGenera
     try:
         while running:
             events = _news(samples, running)
+            for begin in range(0, len(events), AT_ONCE):
+                yield events[begin : begin + AT_ONCE]
+                await asyncio.sleep(0)
             if events:
-                yield events
                 continue
             news: set[asyncio.Future[Any]] = set()
             for number in running:
@@ -81,15 +87,21 @@ def _news(samples: Sequence[Followed], running: set[int]) -> list[Event]:
     for number in sorted(running):
         followed = samples[number]
         assert followed.outcome is not None
-        is_over = followed.outcome.done()  # before its tokens, which are complete then
-        if followed.log is not None:
-            for new in followed.log.after(followed.seen):
-                followed.seen[new.index] += len(new.tokens)
-                events.append(SampleGrowth(number, new))
-        if is_over:
+        is_over = followed.outcome.done()
+        grown = list(followed.log.after(followed.seen)) if followed.log is not None else []
+        for new in grown:
+            piece = new if len(new.tokens) <= TOKENS else _first(new)
+            followed.seen[new.index] += len(piece.tokens)
+            events.append(SampleGrowth(number, piece))
+        if is_over and not grown:
             running.discard(number)
             events.append(SampleEnd(number, followed.outcome.result()))
     return events
+
+
+def _first(new: NewTokens) -> NewTokens:
+    topk = new.topk[:TOKENS] if new.topk is not None else None
+    return NewTokens(new.index, new.tokens[:TOKENS], new.logprobs[:TOKENS], topk)
 
 
 def _leave(services: Services, samples: Sequence[Followed]) -> None:

@@ -25,18 +25,28 @@ if TYPE_CHECKING:
 FIELD = "sampling_params.output_format"
 MAX_REASON_CHARS = 500
 """Of the library's error messages, some of which repeat the whole grammar."""
+CHECKED_BYTES = 32
+"""How many bytes of a text are tried before a grammar is accepted."""
 _BYTES = 256
+_TRIED = (*range(0x21, _BYTES), *range(0x21))
+"""The order in which bytes are tried: spaces last, because they often lead nowhere."""
 
 
 def check_grammar(output: OutputFormat, vocab_size: int) -> None:
     """Refuse a format that cannot be compiled, is too complex, or that no text has.
 
-    The tokens are single bytes here: enough to compile a grammar and to take its first step, without a model's
-    tokenizer.
+    The tokens are single bytes here: enough to compile a grammar and to follow it for a while, without a model's
+    tokenizer. Most grammars that are too complex are so within a few bytes.
     """
     matcher = start_matcher(output, _byte_tokenizer(vocab_size))
-    matcher.compute_bitmask()
-    refuse_errors(matcher)
+    for _ in range(CHECKED_BYTES):
+        mask = matcher.compute_bitmask()
+        refuse_errors(matcher)
+        byte = next((byte for byte in _TRIED if mask[byte >> 3] >> (byte & 7) & 1), None)
+        if byte is None or matcher.is_stopped():
+            return
+        matcher.consume_token(byte)
+        refuse_errors(matcher)
 
 
 def start_matcher(output: OutputFormat, tokenizer: LLTokenizer) -> LLMatcher:
@@ -118,7 +128,7 @@ def _limits() -> LLParserLimits:
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_items_in_row=1000,
+        max_items_in_row=400,
         initial_lexer_fuel=200_000,
         step_lexer_fuel=20_000,
         step_max_items=10_000,

@@ -21,6 +21,7 @@ from tinsmith.engine.sampling.logit_changes import DrawnTokens, RowChanges, logi
 from tinsmith.engine.sampling.sampler import DoneEvent, FailedEvent, NewToken
 from tinsmith.errors import InvalidInputError
 from tinsmith.wire.messages.sampling import OutputFormat, SampledSequence, SampleResponse, SamplingParams
+from tinsmith.wire.rules.grammar_rules import check_grammar
 
 PENALTIES: dict[str, Any] = {
     "frequency_penalty": 0.5,
@@ -42,6 +43,8 @@ SCHEMA = OutputFormat(
         }
     ),
 )
+
+AMBIGUOUS = OutputFormat(type="lark", schema='start: s "z"\ns: s s | s s s | "a"')
 
 
 @pytest.fixture(scope="module")
@@ -204,8 +207,10 @@ def test_special_tokens_are_not_text(tmp_path: Path, model: Any) -> None:
 
 
 def test_a_grammar_that_turns_out_too_complex_fails_its_own_request_only(model: Any) -> None:
+    check_grammar(AMBIGUOUS, 300)  # not before it has been followed for a while
     sampler = make_sampler(model)
-    sampler.add(job("bad", prompt(8), max_tokens=20, output_format=OutputFormat(type="regex", schema="(a{999}){999}")))
+    without_end = {model[1].index(b"z"): -100.0}
+    sampler.add(job("bad", prompt(8), max_tokens=100, logit_bias=without_end, output_format=AMBIGUOUS))
     sampler.add(job("good", prompt(8), max_tokens=20, output_format=SCHEMA))
     events = []
     while sampler.has_work:
@@ -213,6 +218,7 @@ def test_a_grammar_that_turns_out_too_complex_fails_its_own_request_only(model: 
     failed = [event for event in events if isinstance(event, FailedEvent)]
     assert [event.job_id for event in failed] == ["bad"]
     assert isinstance(failed[0].error, InvalidInputError)
+    assert "items" in str(failed[0].error)
     assert [event.job_id for event in events if isinstance(event, DoneEvent)] == ["good"]
     sampler.add(job("bad", prompt(8), max_tokens=20))  # its name is free again
     assert set(finish(sampler)) == {"bad"}
