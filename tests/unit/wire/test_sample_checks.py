@@ -60,7 +60,7 @@ def test_what_is_fine() -> None:
     [
         ([], "prompt", "is empty"),
         ([1, 100], "prompt.chunks[0].tokens[1]", r"100 is not a token of this model \(allowed: 0 to 99\)"),
-        ([1] * 16, "prompt", "16 tokens leave no room for a sample in the context of 16"),
+        ([1] * 16, "prompt", "16 tokens leave no room for a sample; this model's maximum context length is 16"),
     ],
 )
 def test_prompts(tokens: list[int], field: str, says: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from tinsmith.engine.protocol import ModelCard
-from tinsmith.errors import InvalidInputError, LimitExceededError, TinkerError, WireError
+from tinsmith.errors import ContextLengthError, InvalidInputError, LimitExceededError, TinkerError, WireError
 
 BodyEncoding: TypeAlias = Literal["json", "protobuf"]
 
@@ -15,19 +15,20 @@ BodyEncoding: TypeAlias = Literal["json", "protobuf"]
 class Fault(msgspec.Struct, frozen=True, tag="fault"):
     """An error that is sent between processes."""
 
-    kind: Literal["invalid", "wire", "limit"]
+    kind: Literal["invalid", "context", "wire", "limit"]
     text: str
     field: str | None = None
 
     @classmethod
     def of(cls, error: InvalidInputError | WireError) -> Fault:
         if isinstance(error, InvalidInputError):
-            return cls("invalid", error.message, error.field)
+            return cls("context" if isinstance(error, ContextLengthError) else "invalid", error.message, error.field)
         return cls("limit" if isinstance(error, LimitExceededError) else "wire", error.message, error.field)
 
     def error(self) -> TinkerError:
         kinds: dict[str, type[InvalidInputError | WireError]] = {
             "invalid": InvalidInputError,
+            "context": ContextLengthError,
             "wire": WireError,
             "limit": LimitExceededError,
         }

@@ -229,7 +229,7 @@ def renamed(error: InvalidInputError, where: str = "") -> InvalidInputError:
     for ours, theirs in NAMES:
         message = message.replace(ours, theirs)
         field = field.replace(ours, theirs) if field is not None else None
-    return InvalidInputError(f"{where}: {message}" if where else message, field=field)
+    return type(error)(f"{where}: {message}" if where else message, field=field)
 
 
 def _count(request: wire.Sampled) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import ContextLengthError, InvalidInputError
 from tinsmith.wire.limits import MAX_GRAMMAR_BYTES, MAX_STOP_BYTES, MAX_STOP_CHARS
 from tinsmith.wire.messages.sampling import MAX_TOPK_CELLS, OutputFormat, SampleRequest, SamplingParams
 from tinsmith.wire.values.chunks import EncodedTextChunk, largest_token
@@ -85,7 +85,11 @@ def _check_prompt(request: SampleRequest, vocab_size: int, max_context_length: i
     if not length:
         _refuse("prompt", "is empty; send at least one token")
     if length >= max_context_length:
-        _refuse("prompt", f"{length} tokens leave no room for a sample in the context of {max_context_length}")
+        raise ContextLengthError(
+            f"prompt is too long: {length} tokens leave no room for a sample; "
+            f"this model's maximum context length is {max_context_length} tokens",
+            field="prompt",
+        )
     return length
 
 
