@@ -86,7 +86,7 @@ def _check_prompt(request: SampleRequest, vocab_size: int, max_context_length: i
         _refuse("prompt", "is empty; send at least one token")
     if length >= max_context_length:
         raise ContextLengthError(
-            f"prompt is too long: {length} tokens leave no room for a sample; "
+            f"prompt: the prompt is too long: {length} tokens leave no room for a sample; "
             f"this model's maximum context length is {max_context_length} tokens",
             field="prompt",
         )
