@@ -129,7 +129,7 @@ class MissingArgumentError(InvalidInputError, TypeError):
 
 
 class ContextLengthError(InvalidInputError):
-    """The prompt leaves no room for a sample; shorten it. Programs know this code, and others' wording, from elsewhere."""
+    """The prompt leaves no room for a sample; shorten it."""
 
     code = "context_length_exceeded"
 
