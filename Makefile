@@ -17,10 +17,10 @@ check: setup checked ## Check format, lint and types, and run the unit tests (ab
 	@$(PYTEST) tests/unit
 
 test: setup ## Run all tests: also against the official SDK and its cookbook, and end to end
-	@$(MAKE) --no-print-directory -j 3 checked platforms cookbook postgres kernels site
+	@$(MAKE) --no-print-directory -j 3 checked platforms cookbook clients postgres kernels site
 	@$(PYTEST) tests
 
-.PHONY: checked platforms cookbook postgres kernels site
+.PHONY: checked platforms cookbook clients postgres kernels site
 checked:
 	@.venv/bin/ruff format --check --quiet . || { echo "not formatted; run: .venv/bin/ruff format"; exit 1; }
 	@.venv/bin/ruff check --quiet .
@@ -34,6 +34,9 @@ platforms:
 
 cookbook:
 	@tools/cookbook
+
+clients:
+	@tools/clients
 
 postgres:
 	@tools/postgres
@@ -53,7 +56,7 @@ lines: ## Count lines of code per sub-package, with the change since main
 	@tools/lines
 
 clean: ## Delete the virtual environments and caches
-	rm -rf .venv .official .docs-venv .docs-build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .official .clients .docs-venv .docs-build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 ## Try it
 demo: setup ## Fine-tune a small model on this machine; writes a report to tinsmith-demo/

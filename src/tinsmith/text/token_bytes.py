@@ -45,6 +45,12 @@ def read_token_bytes(tokenizer_json: Path) -> tuple[bytes, ...]:
     return tuple(table)
 
 
+def read_special_tokens(tokenizer_json: Path) -> frozenset[int]:
+    """Return the tokens that are no text, such as the ends of turns: a sample's text never contains their names."""
+    described = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+    return frozenset(entry["id"] for entry in described.get("added_tokens", []) if entry.get("special"))
+
+
 def _vocabulary(model: Mapping[str, Any], path: Path) -> dict[str, int]:
     vocabulary = model.get("vocab")
     if isinstance(vocabulary, Mapping):

@@ -38,8 +38,14 @@ from tinsmith.wire.limits import MAX_ID, Id, check_size
 from tinsmith.wire.message import SeqId, describe, field_of
 from tinsmith.wire.messages import training as wire
 from tinsmith.wire.messages.sampling import SampleRequest
+from tinsmith.wire.rules.grammar_rules import check_grammar
 from tinsmith.wire.rules.loss_rules import check_loss
 from tinsmith.wire.rules.sample_rules import check_sample
+
+
+class NeedsProcessError(Exception):
+    """Answering may take long, however small the body is: it holds a grammar to compile, or text to tokenize."""
+
 
 MAX_CONTAINERS = 1_000_000
 """Lists and objects in one JSON body: each takes two bytes on the wire and many times that in memory."""
@@ -48,18 +54,20 @@ MAX_LOOSE_BYTES = 8 * 1024 * 1024
 _NOT_JSON = re.compile(rb"\b(?:NaN|Infinity)\b")
 
 
-def read(question: Question, body: bytes) -> Reading:
-    """Answer a question about a body."""
+def read(question: Question, body: bytes, *, is_on_loop: bool = False) -> Reading:
+    """Answer a question about a body; on the API's loop, raise NeedsProcessError if that may take long."""
     if isinstance(question, PassQuestion):
         return read_pass(question, body)
     if isinstance(question, SampleQuestion):
-        return read_sample(question, body)
+        return read_sample(question, body, may_compile=not is_on_loop)
     if isinstance(question, LossQuestion):
         return read_loss(body)
     if isinstance(question, JsonQuestion):
         return JsonReading(body=as_json(question.kind, body))
     if isinstance(question, HeadQuestion):
         return read_head(body)
+    if is_on_loop:
+        raise NeedsProcessError
     if isinstance(question, PromptQuestion):
         check_containers(body)
         return read_messages(question, body) if question.kind == "messages" else read_prompts(question, body)
@@ -150,7 +158,7 @@ def _faults(cards: Iterable[ModelCard], check: Callable[[ModelCard], object]) ->
     return faults
 
 
-def read_sample(question: SampleQuestion, body: bytes) -> SampleReading:
+def read_sample(question: SampleQuestion, body: bytes, *, may_compile: bool = True) -> SampleReading:
     """Read a sample."""
     check_containers(body)
     request = json_codec.decode(body, SampleRequest)
@@ -158,9 +166,14 @@ def read_sample(question: SampleQuestion, body: bytes) -> SampleReading:
         raise InvalidInputError(
             f"num_samples: {request.num_samples} is more than the limit of {question.max_samples}", field="num_samples"
         )
+    output = request.sampling_params.output_format
+    if output is not None and not may_compile:
+        raise NeedsProcessError
 
     def check(card: ModelCard) -> None:
         check_sample(request, vocab_size=card.vocab_size, max_context_length=card.max_context_length)
+        if output is not None:
+            check_grammar(output, card.vocab_size)
 
     faults = _faults(question.cards, check)
     return SampleReading(

@@ -32,6 +32,7 @@ from tinsmith.wire.limits import Name
 from tinsmith.wire.message import NOT_GIVEN
 from tinsmith.wire.messages import openai as wire
 from tinsmith.wire.messages.sampling import OutputFormat, SampleRequest, SamplingParams
+from tinsmith.wire.rules.grammar_rules import check_grammar
 from tinsmith.wire.rules.sample_rules import check_sample
 from tinsmith.wire.values.inputs import ModelInput
 
@@ -41,6 +42,7 @@ NAMES = (
     ("topk_sample_logprobs", "logprobs"),
     ("topk_prompt_logprobs", "logprobs"),
     ("prompt.chunks[0].tokens", "prompt"),
+    ("sampling_params.output_format", "response_format"),
     ("sampling_params.", ""),
     ("num_samples", "n"),
 )
@@ -205,6 +207,8 @@ def _sample(
     made = SampleRequest(prompt=ModelInput.from_ints(tokens), sampling_params=params, num_samples=count, **draws)
     try:
         check_sample(made, vocab_size=card.vocab_size, max_context_length=card.max_context_length)
+        if params.output_format is not None:
+            check_grammar(params.output_format, card.vocab_size)
     except InvalidInputError as error:
         raise renamed(error, where) from None
     reading = SampleReading(
@@ -295,5 +299,5 @@ def read_vocabulary(directory: str) -> VocabularyReading:
     """Return the bytes of a tokenizer's tokens."""
     table = _table(directory)
     ends = np.cumsum([len(piece) for piece in table], dtype="<u4")
-    special = sorted(set(_loaded(directory).special_ids()))
+    special = sorted(_loaded(directory).special_ids())
     return VocabularyReading(pieces=b"".join(table), ends=ends.tobytes(), special=special)

@@ -2,7 +2,8 @@
 
 There are a few processes, started when the first large body comes. Organisations take turns, and each has at most one
 body being decoded, so that one that sends many waits for itself only. Small bodies are decoded on the loop, which takes
-less time than asking a process. docs/decisions/0024-clerks.md has the reasons and the numbers.
+less time than asking a process, unless they hold a grammar. docs/decisions/0024-clerks.md has the reasons and the
+numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 
 from tinsmith.errors import LimitExceededError
 from tinsmith.server.bodies.questions import Fault, Question, Reading
-from tinsmith.server.bodies.read import read
+from tinsmith.server.bodies.read import NeedsProcessError, read
 from tinsmith.server.bodies.reader_process import HEAD, receive, send
 
 logger = logging.getLogger(__name__)
@@ -117,11 +118,11 @@ class ReaderPool:
         self._waiting: dict[str, deque[asyncio.Future[BodyReader]]] = {}
         self._pool = ThreadPoolExecutor(count, "tinsmith-reader")
 
-    async def ask(self, tenant: str, question: Question, body: bytes, *, is_here: bool = True) -> Reading:
-        """Answer a question about a body; raises what is wrong with it. Small bodies are decoded on the loop, unless
-        what is asked needs a process even so (not `is_here`)."""
-        if is_here and len(body) <= INLINE_BYTES:
-            return read(question, body)
+    async def ask(self, tenant: str, question: Question, body: bytes) -> Reading:
+        """Answer a question about a body; raises what is wrong with it."""
+        if len(body) <= INLINE_BYTES:
+            with contextlib.suppress(NeedsProcessError):
+                return read(question, body, is_on_loop=True)
         reader = await self._turn(tenant)
         asked = asyncio.get_running_loop().run_in_executor(self._pool, reader.ask, _questions.encode(question), body)
         asked.add_done_callback(lambda _: self._give_back(tenant, reader))

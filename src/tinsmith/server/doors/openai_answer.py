@@ -20,6 +20,8 @@ from tinsmith.server.doors.vocabulary import Vocabulary
 from tinsmith.wire.messages.sampling import SampledSequence, SampleResponse, TopkRow
 
 Kind = Literal["completions", "chat"]
+Rows = Sequence[TopkRow]
+"""The likely tokens at each position, likeliest first."""
 OBJECTS = {"completions": "text_completion", "chat": "chat.completion"}
 IDS = {"completions": "cmpl", "chat": "chatcmpl"}
 
@@ -140,9 +142,7 @@ class CompletionScores:
     """Of the text so far."""
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
-    def add(
-        self, tokens: Sequence[int], logprobs: Iterable[float | None], rows: Sequence[TopkRow] | None = None
-    ) -> None:
+    def add(self, tokens: Sequence[int], logprobs: Iterable[float | None], rows: Rows | None = None) -> None:
         for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             shown = self.vocabulary.shown(token)
             self.tokens.append(shown)
@@ -179,7 +179,7 @@ class CompletionScores:
 
 
 def chat_scores(
-    vocabulary: Vocabulary, tokens: Sequence[int], logprobs: Iterable[float], rows: Sequence[TopkRow] | None = None
+    vocabulary: Vocabulary, tokens: Sequence[int], logprobs: Iterable[float], rows: Rows | None = None
 ) -> list[dict[str, Any]]:
     """Return the logprobs of a message, an object for each token."""
     return [
@@ -222,7 +222,7 @@ class ChunkedChoice:
             return self._chunk({"role": "assistant", "content": "", "refusal": None})
         return self._chunk(self._echo) if self._echo else b""
 
-    def push(self, tokens: Sequence[int], logprobs: Sequence[float], rows: Sequence[TopkRow] | None = None) -> bytes:
+    def push(self, tokens: Sequence[int], logprobs: Sequence[float], rows: Rows | None = None) -> bytes:
         """Return the chunk for new tokens; none while their text is held back."""
         if not self._is_plain:
             self._score(tokens, logprobs, rows)
@@ -258,7 +258,7 @@ class ChunkedChoice:
         number, self._calls = self._calls, self._calls + 1
         return {"index": number, **call.to_dict()}
 
-    def _score(self, tokens: Sequence[int], logprobs: Sequence[float], rows: Sequence[TopkRow] | None) -> None:
+    def _score(self, tokens: Sequence[int], logprobs: Sequence[float], rows: Rows | None) -> None:
         if self._parts is None:
             self._scores.add(tokens, logprobs, rows)
         else:

@@ -77,7 +77,7 @@ async def _read(services: Services, call: Call, kind: DoorKind, target: SampleTa
         max_samples=services.config.max_samples,
         chat_template=template_of(services, target),
     )
-    reading = await services.readers.ask(call.caller.org_id, question, call.body, is_here=False)
+    reading = await services.readers.ask(call.caller.org_id, question, call.body)
     return cast(PromptReading, reading)
 
 

@@ -71,5 +71,5 @@ class Vocabularies:
         return await asyncio.shield(task)
 
     async def _load(self, directory: str) -> Vocabulary:
-        reading = await self._readers.ask("", VocabularyQuestion(directory=directory), b"", is_here=False)
+        reading = await self._readers.ask("", VocabularyQuestion(directory=directory), b"")
         return Vocabulary(cast(VocabularyReading, reading))

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinsmith.server.jobs.pending_results import Outcome, Promise
-from tinsmith.server.jobs.token_log import TokenLog
+from tinsmith.server.jobs.token_log import NewTokens, TokenLog
 from tinsmith.server.services import Services
 
 KEEP_ALIVE_S = 10.0
 """How often a silent stream gives a sign of life."""
+AT_ONCE = 64
+"""Events that are handled before others run."""
 MAX_S = 24 * 3600.0
 
 
@@ -33,13 +35,11 @@ class Followed:
 
 
 @dataclass(frozen=True, slots=True)
-class FreshTokens:
-    """New tokens of one sequence of one of the samples."""
+class SampleGrowth:
+    """New tokens of one of the samples."""
 
     sample: int
-    index: int
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
+    new: NewTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class SampleEnd:
     outcome: Outcome | None
 
 
-Event = FreshTokens | SampleEnd
+Event = SampleGrowth | SampleEnd
 
 
 async def follow(services: Services, samples: Sequence[Followed]) -> AsyncGenerator[list[Event], None]:
@@ -63,8 +63,10 @@ async def follow(services: Services, samples: Sequence[Followed]) -> AsyncGenera
     try:
         while running:
             events = _news(samples, running)
+            for begin in range(0, len(events), AT_ONCE):
+                yield events[begin : begin + AT_ONCE]
+                await asyncio.sleep(0)
             if events:
-                yield events
                 continue
             news: set[asyncio.Future[Any]] = set()
             for number in running:
@@ -83,12 +85,12 @@ def _news(samples: Sequence[Followed], running: set[int]) -> list[Event]:
     for number in sorted(running):
         followed = samples[number]
         assert followed.outcome is not None
-        is_over = followed.outcome.done()  # before its tokens, which are complete then
-        if followed.log is not None:
-            for index, tokens, logprobs in followed.log.after(followed.seen):
-                followed.seen[index] += len(tokens)
-                events.append(FreshTokens(number, index, tokens, logprobs))
-        if is_over:
+        is_over = followed.outcome.done()
+        grown = list(followed.log.after(followed.seen)) if followed.log is not None else []
+        for new in grown:
+            followed.seen[new.index] += len(new.tokens)
+            events.append(SampleGrowth(number, new))
+        if is_over and not grown:
             running.discard(number)
             events.append(SampleEnd(number, followed.outcome.result()))
     return events

@@ -43,7 +43,7 @@ async def count_tokens(services: Services, call: Call) -> Answer:
     """The tokens that a model would read of a conversation."""
     target = await target_of(services, call)
     question = CountQuestion(card=target.card, chat_template=template_of(services, target))
-    reading = await services.readers.ask(call.caller.org_id, question, call.body, is_here=False)
+    reading = await services.readers.ask(call.caller.org_id, question, call.body)
     return reply(TokenCount(input_tokens=cast(CountReading, reading).length))
 
 
@@ -62,7 +62,7 @@ async def _stream(services: Services, form: MessageForm, samples: Sequence[Follo
                         pieces.append(message.push(sequence.tokens[samples[0].seen[0] :]))
                         pieces.append(message.finish(sequence, response))
                     else:
-                        pieces.append(message.push(each.tokens))
+                        pieces.append(message.push(each.new.tokens))
                 yield b"".join(pieces) or PING
         except TinkerError as error:
             yield b"event: error\ndata: %s\n\n" % errors.body_of(error, "anthropic")

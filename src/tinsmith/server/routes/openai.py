@@ -83,7 +83,10 @@ async def _stream(services: Services, form: AnswerForm, samples: Sequence[Follow
                         first = event.sample * count
                         pieces += _last(choices[first : first + count], response, samples[event.sample].seen)
                     else:
-                        pieces.append(choices[event.sample * count + event.index].push(event.tokens, event.logprobs))
+                        new = event.new
+                        pieces.append(
+                            choices[event.sample * count + new.index].push(new.tokens, new.logprobs, new.topk)
+                        )
                 yield b"".join(pieces) or KEEP_ALIVE
         except TinkerError as error:
             yield b"data: %s\n\n" % errors.body_of(error, "openai")

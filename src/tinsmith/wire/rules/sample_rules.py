@@ -21,8 +21,6 @@ MAX_TOPK = 1000
 RANGES = {"min_p": (0.0, 1.0), "frequency_penalty": (-2.0, 2.0), "presence_penalty": (-2.0, 2.0)}
 MAX_REPETITION_PENALTY = 10.0
 MAX_BIAS = 100.0
-NOT_COMPUTED = (*RANGES, "repetition_penalty", "logit_bias", "stop_token_ids", "output_format")
-"""Options that no engine honours yet."""
 NOT_ASKED = -1
 """A cell of target_prompt_logprobs for which no logprob is wanted."""
 
@@ -40,7 +38,6 @@ def check_sample(request: SampleRequest, *, vocab_size: int, max_context_length:
             f"(the context is {max_context_length})",
         )
     _check_tokens(params, vocab_size)
-    _refuse_what_no_engine_computes(params)
     _check_tables(request, vocab_size, length, room if params.max_tokens is None else params.max_tokens)
     if request.target_prompt_logprobs is not None:
         _check_target_tokens(request.target_prompt_logprobs, vocab_size)
@@ -127,7 +124,7 @@ def _check_own_options(params: SamplingParams) -> None:
 
 
 def _check_output_format(output: OutputFormat) -> None:
-    """Refuse a text that does not belong to its type, or is too long."""
+    """Refuse a text that is too long or does not belong to its type; `grammar_rules` compiles it."""
     where = "sampling_params.output_format.schema"
     if output.type == "json_object" and output.schema:
         _refuse(where, "must be empty for type json_object; use type json_schema to say what the object looks like")
@@ -148,12 +145,6 @@ def _check_tokens(params: SamplingParams, vocab_size: int) -> None:
     for token in params.logit_bias or ():
         if not 0 <= token < vocab_size:
             _refuse_token("sampling_params.logit_bias", token, vocab_size)
-
-
-def _refuse_what_no_engine_computes(params: SamplingParams) -> None:
-    for name in NOT_COMPUTED:
-        if getattr(params, name) is not None:
-            _refuse(f"sampling_params.{name}", "is not supported by this server's engine; leave it out")
 
 
 def _check_tables(request: SampleRequest, vocab_size: int, length: int, max_tokens: int) -> None:
