@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
@@ -11,8 +12,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.in_process import API, Answer, Gate, Recorder, serving
+from support.in_process import API, BASE, Answer, Gate, Recorder, serving
 from support.loop_lag import Lag, watched_loop
+from support.openai_server import Scripted
 
 from tinsmith.config import ServerConfig
 from tinsmith.engine.protocol import ModelCard
@@ -246,3 +248,56 @@ def test_no_scrape_holds_the_loop(tmp_path: Path) -> None:
             assert seconds < MAX_S, where
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def openai_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Requests of OpenAI's clients that cost as much as they can, most of them valid."""
+    turn = {"role": "user", "content": "a"}
+    yield "a text that is too long", {"prompt": "ab " * (4 * MB)}
+    yield "a long text", {"prompt": " a" * (MB // 2)}
+    yield "a text without spaces", {"prompt": "ab" * (MB // 2)}
+    yield "many tokens", {"prompt": [97] * (3 * MB), "max_tokens": 1}
+    yield "many tokens, echoed", {"prompt": [97] * MB, "max_tokens": 1, "echo": True}
+    yield "many prompts", {"prompt": ["ab"] * 300_000}
+    yield "many stops", {"prompt": "a", "stop": ["x"] * 100_000}
+    yield "long stops", {"prompt": "a", "stop": ["ab" * 450, "abc" * 300, "b" * 900]}
+    yield "many biases", {"prompt": "a", "logit_bias": {str(token): 1 for token in range(100_000)}}
+    yield "a long answer", {"prompt": "a", "logprobs": 0}
+    yield "a long answer, streamed", {"prompt": "a", "logprobs": 0, "stream": True, "stop": ["never"]}
+    yield "many turns", {"messages": [turn] * 8000}
+    yield "too many turns", {"messages": [turn] * 500_000}
+    yield "a long turn", {"messages": [{"role": "user", "content": "{{ 'a' * 10**9 }}" + " é" * (MB // 4)}]}
+    yield "nested tools", {"messages": [turn], "tools": nested_lists(500)}
+    yield (
+        "a large schema",
+        {
+            "messages": [turn],
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 50] * 8000}}},
+        },
+    )
+    yield "a long answer to a chat", {"messages": [turn], "logprobs": True, "stream": True}
+
+
+def nested_lists(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_no_request_of_openais_clients_holds_the_loop(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        backend = Scripted(tmp_path / "tokenizer", "ab\n" * 10_000, max_context_length=4 * MB)
+        async with serving(tmp_path, backend=backend) as server:
+            ann = await server.client()
+            slow = {}
+            with watched_loop() as lag:
+                for what, fields in openai_bodies():
+                    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+                    body = json.dumps({"model": BASE, **fields}).encode()
+                    seconds, where = await longest(lag, partial(ann.post, path, body))
+                    if seconds >= MAX_S:
+                        slow[what] = (round(seconds, 4), where)
+            assert slow == {}
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))

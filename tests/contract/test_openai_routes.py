@@ -367,6 +367,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("chat", {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ("chat", {"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ("chat", {"response_format": {"type": "yaml"}}, "response_format.type"),
+    ("chat", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": 3}}}}, "response_format"),
+    (
+        "chat",
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 50] * 8000}}}},
+        "response_format.json_schema",
+    ),
     ("chat", {"parallel_tool_calls": False}, "parallel_tool_calls"),
 ]
 

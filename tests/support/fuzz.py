@@ -32,6 +32,7 @@ from urllib.parse import quote
 import msgspec
 
 from support.in_process import Answer, Client, Recorder, Server, datum, forward_backward, sample, serving
+from support.openai_server import FITTING, write_small_tokenizer
 from tinsmith.engine.protocol import AnyJob, ModelCard
 from tinsmith.store.sqlite import SqliteStore
 from tinsmith.testing.backend import MemoryBackend
@@ -62,6 +63,9 @@ RARE = {
     "export_session_trace": 0.3,
 }
 """Routes that take away what others need, or are slow: how often they come, where others come once."""
+
+NOT_YET = ("readyz", "delete_run")
+"""Routes that say with a 503 that something is not over yet: the start of the engine, the last requests of a run."""
 
 TEXTS = ("", "\0", "../../secret", "tinker://a/weights/b", "a" * 600, "😀", "NaN", "null", "'--", "%00", "x" * 3000)
 NUMBERS = (0, 1, -1, 2, 31, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, 0.5, -0.0, 1e-320, 1e308)
@@ -305,7 +309,8 @@ class Maker:
             return {}
         made = self._bodies.setdefault((route.name, id(whose)), [])
         if len(made) < 12:
-            made.append(fitting(route.request, whose.ids, draw))
+            ids = whose.ids | FITTING if route.dialect == "openai" else whose.ids
+            made.append(fitting(route.request, ids, draw))
         value = dict(draw.choice(made))
         if "seq_id" in value or route.name in ("forward_backward", "optim_step"):
             if draw.random() < 0.5:
@@ -378,8 +383,8 @@ class Report:
     def note(self, index: int, request: Request, answer: Answer) -> None:
         self.statuses.setdefault(request.route.name, Counter())[answer.status] += 1
         is_told = answer.status < 400 or answer.status == 408 or b'"code"' in answer.body
-        is_draining = request.route.name == "readyz"
-        if (answer.status >= 500 and not is_draining) or not is_told:
+        is_not_yet = answer.status == 503 and request.route.name in NOT_YET
+        if (answer.status >= 500 and not is_not_yet) or not is_told:
             shown = f"{request.method} {request.path[:200]} {request.body[:300]!r}"
             self.faults.append(f"request {index}: {shown} -> {answer.status} {answer.body[:300]!r}")
 
@@ -443,10 +448,11 @@ def resident_bytes() -> int:
 async def fuzz(directory: Path, bodies: int, seed: int, say: Callable[[str], None] = lambda _: None) -> Report:
     """Send so many requests; returns what was answered."""
     report, began = Report(), time.monotonic()
+    card = msgspec.structs.replace(SMALL, tokenizer_directory=str(write_small_tokenizer(directory / "tokenizer")))
     store = SqliteStore(directory / "fuzz.db")
     await store.open()
     settings = {"poll_s": 0.001, "result_grace_s": 1.0, "max_sessions": 10**6, "max_models": 10**6}
-    async with serving(directory, backend=Forgetful((SMALL,)), store=store, **settings) as server:
+    async with serving(directory, backend=Forgetful((card,)), store=store, **settings) as server:
         tenants = [Tenant(await server.client(f"u{n}", org=f"o{n}", scopes=("all", "admin"))) for n in range(TENANTS)]
         maker = Maker(tenants)
         for first in range(0, bodies, RENEW_EVERY):

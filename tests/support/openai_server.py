@@ -37,44 +37,72 @@ TEMPLATE = (
 
 def write_tokenizer(directory: Path, template: str | None = TEMPLATE) -> Path:
     """Write the tokenizer's files, and return their directory."""
+    vocabulary = {character: byte for byte, character in enumerate(byte_alphabet()) if byte}
+    pairs = [(a, b) for a in "abcdefghijklmnop" for b in "aeiouhrstlnmdgyc"][: ARITHMETIC.vocab_size - 263]
+    vocabulary |= {left + right: 263 + number for number, (left, right) in enumerate(pairs)}
+    return _write(directory, vocabulary, pairs, SPECIAL, ADDED, template)
+
+
+def write_small_tokenizer(directory: Path) -> Path:
+    """The same for a vocabulary of 32: small letters and a space; other characters have no tokens."""
+    vocabulary = {chr(ord("a") + number): number + 1 for number in range(26)} | {"\u0120": 27}
+    template = "{%- for message in messages %}{{ message.content }}{%- endfor %}"
+    return _write(directory, vocabulary, [], {0: "<|end|>", 31: "<|im_end|>"}, {}, template)
+
+
+def _write(
+    directory: Path,
+    vocabulary: dict[str, int],
+    merges: list[tuple[str, str]],
+    special: dict[int, str],
+    others: dict[int, str],
+    template: str | None,
+) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
-    alphabet = byte_alphabet()
-    vocabulary = {character: byte for byte, character in enumerate(alphabet) if byte}
-    merges = []
-    for number, (left, right) in enumerate((a, b) for a in "abcdefghijklmnop" for b in "aeiouhrstlnmdgyc"):
-        if 263 + number < ARITHMETIC.vocab_size:
-            vocabulary[left + right] = 263 + number
-            merges.append([left, right])
-    added = [
-        {
-            "id": token,
-            "content": text,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": token in SPECIAL,
-        }
-        for token, text in sorted({**SPECIAL, **ADDED}.items())
-    ]
-    for token, text in {**SPECIAL, **ADDED}.items():
-        vocabulary[text] = token
+    names = sorted({**special, **others}.items())
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {"type": "BPE", "vocab": vocabulary | {text: token for token, text in names}, "merges": merges}
     described = {
         "version": "1.0",
-        "added_tokens": added,
-        "normalizer": None,
+        "added_tokens": [{"id": token, "content": text, "special": token in special, **flags} for token, text in names],
         "pre_tokenizer": level,
-        "post_processor": None,
         "decoder": level,
-        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": False},
+        "model": model,
     }
     (directory / "tokenizer.json").write_text(json.dumps(described))
-    config: dict[str, Any] = {"eos_token": "<|end|>"}
-    if template is not None:
-        config["chat_template"] = template
+    config = {"eos_token": "<|end|>"} | ({"chat_template": template} if template is not None else {})
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return directory
+
+
+FITTING: dict[str, list[Any]] = {
+    "prompt": ["abc", [1, 2]],
+    "messages": [[{"role": "user", "content": "abc"}]],
+    "max_tokens": [0, 2],
+    "max_completion_tokens": [None],
+    "temperature": [0.0, 1.0],
+    "top_p": [1.0],
+    "top_k": [-1, 5],
+    "n": [1, 2],
+    "logprobs": [None],
+    "top_logprobs": [None],
+    "stop": [None, "a"],
+    "stop_token_ids": [None],
+    "logit_bias": [None],
+    "response_format": [None, {"type": "text"}],
+    "stream_options": [None],
+    "tools": [None],
+    "tool_choice": [None, "auto"],
+    "parallel_tool_calls": [None, True],
+    "modalities": [None, ["text"]],
+    "chat_template_kwargs": [None, {}],
+    "min_p": [None],
+    "frequency_penalty": [None],
+    "presence_penalty": [None],
+    "repetition_penalty": [None],
+}
+"""Values by which requests of OpenAI's clients get far, for generated ones."""
 
 
 def card_with_tokenizer(directory: Path, **changes: Any) -> ModelCard:
@@ -112,21 +140,25 @@ def chunks(answer: Answer) -> list[Any]:
 class Scripted(Recorder):
     """A backend whose model always answers with one text, a token at a time if it is streamed."""
 
-    def __init__(self, directory: Path, text: str, *, template: str = TEMPLATE, end: int | None = 257) -> None:
+    def __init__(
+        self, directory: Path, text: str, *, template: str = TEMPLATE, end: int | None = 257, **card: Any
+    ) -> None:
         write_tokenizer(directory, template)
-        super().__init__((card_with_tokenizer(directory),))
+        super().__init__((card_with_tokenizer(directory, **card),))
         drawn = load_tokenizer(str(directory)).encode(text)
         tokens = np.array([*drawn, *([] if end is None else [end])], np.int32)
         logprobs = -np.arange(tokens.size, dtype=np.float32) / 8
-        self.response = SampleResponse([SampledSequence("stop", "", tokens, logprobs)])
+        response = SampleResponse([SampledSequence("stop", "", tokens, logprobs)])
+        self.done = Done(body=encode_response(response), encoding="protobuf")
+        self.events = token_events(response)
 
     def submit(self, job: AnyJob, on_tokens: Any = None) -> Any:
         if not isinstance(job, Sample):
             return super().submit(job, on_tokens)
         self.submitted.append(job)
-        for event in token_events(self.response) if on_tokens is not None else ():
-            asyncio.get_running_loop().call_soon(on_tokens, event)
-        future: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
-        done = Done(body=encode_response(self.response), encoding="protobuf")
-        asyncio.get_running_loop().call_soon(future.set_result, done)
+        loop = asyncio.get_running_loop()
+        for event in self.events if on_tokens is not None else ():
+            loop.call_soon(on_tokens, event)
+        future: asyncio.Future[Done] = loop.create_future()
+        loop.call_soon(future.set_result, self.done)
         return future

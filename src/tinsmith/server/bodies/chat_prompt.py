@@ -165,7 +165,7 @@ def _output_format(request: wire.ChatRequest) -> OutputFormat | None:
         return OutputFormat(type="json_object")
     if wanted.json_schema is None or wanted.json_schema.schema is None:
         _refuse("response_format.json_schema", "is missing; send the schema")
-    return OutputFormat(type="json_schema", schema=json.dumps(wanted.json_schema.schema))
+    return _schema_format(wanted.json_schema.schema, "response_format.json_schema")
 
 
 def _call_format(request: wire.ChatRequest, tools: list[dict[str, Any]]) -> OutputFormat:
@@ -186,7 +186,14 @@ def _call_format(request: wire.ChatRequest, tools: list[dict[str, Any]]) -> Outp
         }
         for function in functions
     ]
-    return OutputFormat(type="json_schema", schema=json.dumps(calls[0] if len(calls) == 1 else {"anyOf": calls}))
+    return _schema_format(calls[0] if len(calls) == 1 else {"anyOf": calls}, "tools")
+
+
+def _schema_format(schema: dict[str, Any], where: str) -> OutputFormat:
+    try:
+        return OutputFormat(type="json_schema", schema=json.dumps(schema))
+    except InvalidInputError as error:
+        _refuse(where, f"is too large: {error.message}")
 
 
 def _thinking(template: str, text: str, tokenizer: Tokenizer) -> Thinking:

@@ -38,6 +38,9 @@ from tinsmith.wire.values.inputs import ModelInput
 
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default for completions. A chat's answer may be as long as the context."""
+MAX_TEXT_BYTES = 2**20
+"""Text of one prompt. Tokenizing the worst of that takes three seconds and hundreds of megabytes in a process that
+others wait for; a longer prompt can be sent as token ids."""
 NAMES = (
     ("topk_sample_logprobs", "logprobs"),
     ("topk_prompt_logprobs", "logprobs"),
@@ -149,10 +152,11 @@ def prompt_tokens(prompt: str | list[int], card: ModelCard, tokenizer: Tokenizer
     """Return the tokens of a prompt; `is_whole` if it has its special tokens already, as chat templates write them."""
     if not isinstance(prompt, str):
         return prompt
-    size_bytes = len(prompt.encode(errors="replace"))
-    if size_bytes > card.max_context_length * _longest(card):  # before tokenizing, which takes its time
-        _refuse("prompt", f"has {size_bytes} bytes, which cannot fit into the context of {card.max_context_length}")
-    return tokenizer.encode(prompt.encode(errors="replace").decode(), add_special_tokens=not is_whole)
+    text = prompt.encode(errors="replace")
+    most = min(card.max_context_length * _longest(card), MAX_TEXT_BYTES)
+    if len(text) > most:  # before tokenizing, which takes its time
+        _refuse("prompt", f"has {len(text)} bytes; at most {most} are tokenized for this model, so send token ids")
+    return tokenizer.encode(text.decode(), add_special_tokens=not is_whole)
 
 
 def _params(

@@ -17,8 +17,10 @@ from tinsmith.server.services import Services
 
 KEEP_ALIVE_S = 10.0
 """How often a silent stream gives a sign of life."""
-AT_ONCE = 64
+AT_ONCE = 16
 """Events that are handled before others run."""
+TOKENS = 256
+"""Tokens in one event at most: a client that reads slowly may have missed many."""
 MAX_S = 24 * 3600.0
 
 
@@ -88,12 +90,18 @@ def _news(samples: Sequence[Followed], running: set[int]) -> list[Event]:
         is_over = followed.outcome.done()
         grown = list(followed.log.after(followed.seen)) if followed.log is not None else []
         for new in grown:
-            followed.seen[new.index] += len(new.tokens)
-            events.append(SampleGrowth(number, new))
+            piece = new if len(new.tokens) <= TOKENS else _first(new)
+            followed.seen[new.index] += len(piece.tokens)
+            events.append(SampleGrowth(number, piece))
         if is_over and not grown:
             running.discard(number)
             events.append(SampleEnd(number, followed.outcome.result()))
     return events
+
+
+def _first(new: NewTokens) -> NewTokens:
+    topk = new.topk[:TOKENS] if new.topk is not None else None
+    return NewTokens(new.index, new.tokens[:TOKENS], new.logprobs[:TOKENS], topk)
 
 
 def _leave(services: Services, samples: Sequence[Followed]) -> None:
