@@ -83,6 +83,20 @@ def test_what_only_looks_dangerous_is_compiled_within_the_limits(name: str) -> N
     check_grammar(OutputFormat(type=kind, schema=schema), 300)  # type: ignore[arg-type]
 
 
+def test_how_many_optional_properties_there_may_be() -> None:
+    """The number that decision 30 names; required ones do not count."""
+
+    def schema(count: int, **fields: Any) -> OutputFormat:
+        properties = {f"p{i}": {"type": "string"} for i in range(count)}
+        text = json.dumps({"type": "object", "properties": properties, **fields})
+        return OutputFormat(type="json_schema", schema=text)
+
+    check_grammar(schema(98), 300)
+    check_grammar(schema(300, required=[f"p{i}" for i in range(300)]), 300)
+    with pytest.raises(InvalidInputError, match="items"):
+        check_grammar(schema(99), 300)
+
+
 def body(output: Any, **params: Any) -> bytes:
     message = sample("s", 1)
     message["sampling_params"] |= {"output_format": output, **params}

@@ -17,7 +17,7 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.jobs.lookup import find_outcome, position_of
 from tinsmith.server.jobs.pending_results import Outcome, Promise
-from tinsmith.server.jobs.token_log import NewTokens, TokenLog, tokens_at_once
+from tinsmith.server.jobs.token_log import LoggedTokens, TokenLog, tokens_at_once
 from tinsmith.server.services import Services
 from tinsmith.wire.codecs import proto_sampling
 from tinsmith.wire.messages.sampling import SampledSequence, TopkLogprobs
@@ -114,7 +114,7 @@ class Stream:
                 ends.append({"stop_reason": sequence.stop_reason, "tokens": len(sequence.tokens)})
             yield _event("done", {"sequences": ends})
 
-    def _piece(self, new: NewTokens) -> bytes:
+    def _piece(self, new: LoggedTokens) -> bytes:
         position = self.sent[new.index]
         self.sent[new.index] += len(new.tokens)
         piece: dict[str, Any] = {
@@ -128,7 +128,7 @@ class Stream:
         return _event("token", piece)
 
 
-def _pieces(index: int, sequence: SampledSequence, begin: int) -> Iterator[NewTokens]:
+def _pieces(index: int, sequence: SampledSequence, begin: int) -> Iterator[LoggedTokens]:
     """Yield a finished sample from a token on, in one piece unless it has top-k tables."""
     tokens, logprobs, topk = sequence.tokens, sequence.logprobs or [], sequence.topk_logprobs_np
     size = len(tokens) if topk is None else tokens_at_once(topk.token_ids.shape[1])
@@ -136,7 +136,7 @@ def _pieces(index: int, sequence: SampledSequence, begin: int) -> Iterator[NewTo
         part = slice(start, start + size)
         rows = None if topk is None else TopkLogprobs(topk.token_ids[part], topk.logprobs[part]).to_rows()
         listed = None if rows is None else [row or [] for row in rows]
-        yield NewTokens(index, tokens[part], logprobs[part], listed)
+        yield LoggedTokens(index, tokens[part], logprobs[part], listed)
 
 
 async def open_stream(

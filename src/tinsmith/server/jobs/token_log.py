@@ -19,7 +19,7 @@ def tokens_at_once(k: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class NewTokens:
+class LoggedTokens:
     """Tokens of one sequence that a client does not have yet."""
 
     index: int
@@ -72,7 +72,7 @@ class TokenLog:
 
         return take
 
-    def after(self, sent: Sequence[int]) -> Iterator[NewTokens]:
+    def after(self, sent: Sequence[int]) -> Iterator[LoggedTokens]:
         """Yield what is new of each sequence that has more tokens than were sent: with top-k tables, a piece of it."""
         for index, tokens in enumerate(self._tokens):
             begin, end = sent[index], len(tokens)
@@ -80,7 +80,7 @@ class TokenLog:
                 k = len(self._topk_tokens[index]) // end
                 end = min(end, begin + tokens_at_once(k)) if k else end
                 topk = self._topk(index, range(begin * k, end * k, k)) if k else None
-                yield NewTokens(index, tokens[begin:end], self._logprobs[index][begin:end], topk)
+                yield LoggedTokens(index, tokens[begin:end], self._logprobs[index][begin:end], topk)
 
     def _topk(self, index: int, starts: range) -> list[list[tuple[int, float]]]:
         k, listed, logprobs = starts.step, self._topk_tokens[index], self._topk_logprobs[index]
