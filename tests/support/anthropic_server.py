@@ -9,6 +9,20 @@ from support.in_process import Answer, Client
 from tinsmith.testing.backend import ARITHMETIC
 
 HELLO = [{"role": "user", "content": "hello"}]
+ANTHROPIC_FITTING: dict[str, list[Any]] = {
+    "messages": [[{"role": "user", "content": "abc"}], [{"role": "user", "content": [{"type": "text", "text": "a"}]}]],
+    "max_tokens": [1, 2],
+    "system": [None, "a"],
+    "temperature": [0.0, 1.0],
+    "top_p": [1.0],
+    "top_k": [-1, 5],
+    "stop_sequences": [None, ["a"]],
+    "tools": [None],
+    "tool_choice": [None, {"type": "auto"}],
+    "thinking": [None, {"type": "adaptive"}],
+    "output_config": [None, {}],
+}
+"""Values with which generated requests of Anthropic's clients are valid."""
 
 
 async def message(client: Client, **fields: Any) -> Answer:
