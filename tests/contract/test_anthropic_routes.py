@@ -17,8 +17,9 @@ from support.in_process import BASE, Client, Recorder, Server, run, serving, unt
 from support.openai_server import TEMPLATE, Scripted, backend, card_with_tokenizer, chat, write_tokenizer
 
 from tinsmith.engine.protocol import AnyJob, Done, JobFailedError, Sample
+from tinsmith.testing.engine import token_events
 from tinsmith.text.tokenizer import load_tokenizer
-from tinsmith.wire.codecs.proto_sampling import decode_response
+from tinsmith.wire.codecs.proto_sampling import decode_response, encode_response
 from tinsmith.wire.messages.sampling import SampledSequence, SampleResponse
 
 THINKS = TEMPLATE.replace("{%- endif %}", "{%- endif %}{%- if enable_thinking is false %}(no thinking){%- endif %}", 1)
@@ -29,7 +30,10 @@ def answers_with(server: Server, tokens: list[int], cached: int = 0) -> None:
     """Change what a scripted model answers."""
     drawn = np.array(tokens, np.int32)
     sequence = SampledSequence("stop", "", drawn, np.zeros(drawn.size, np.float32))
-    server.backend.response = SampleResponse([sequence], prompt_cache_hit_tokens=cached)
+    response = SampleResponse([sequence], prompt_cache_hit_tokens=cached)
+    assert isinstance(server.backend, Scripted)
+    server.backend.done = Done(body=encode_response(response), encoding="protobuf")
+    server.backend.events = token_events(response)
 
 
 def sent(server: Server, tmp_path: Path) -> tuple[str, dict[str, Any]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tinsmith.server.jobs.pending_results import Outcome, Promise
-from tinsmith.server.jobs.token_log import NewTokens, TokenLog
+from tinsmith.server.jobs.token_log import LoggedTokens, TokenLog
 from tinsmith.server.services import Services
 
 KEEP_ALIVE_S = 10.0
@@ -41,7 +41,7 @@ class SampleGrowth:
     """New tokens of one of the samples."""
 
     sample: int
-    new: NewTokens
+    new: LoggedTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,9 @@ def _news(samples: Sequence[Followed], running: set[int]) -> list[Event]:
     return events
 
 
-def _first(new: NewTokens) -> NewTokens:
+def _first(new: LoggedTokens) -> LoggedTokens:
     topk = new.topk[:TOKENS] if new.topk is not None else None
-    return NewTokens(new.index, new.tokens[:TOKENS], new.logprobs[:TOKENS], topk)
+    return LoggedTokens(new.index, new.tokens[:TOKENS], new.logprobs[:TOKENS], topk)
 
 
 def _leave(services: Services, samples: Sequence[Followed]) -> None:
