@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from support.in_process import Answer, Client
+from support.openai_server import Scripted
 from tinsmith.testing.backend import ARITHMETIC
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -91,3 +93,13 @@ def answered(answer: Answer) -> dict[str, Any]:
         if block["type"] == "tool_use":
             assert block.pop("id").startswith("toolu_")
     return {name: made[name] for name in made}
+
+
+def served(config: Any) -> Scripted:
+    """For `tinsmith serve --backend`: a model that always thinks, says something, and calls a tool."""
+    return Scripted(Path(config.data_dir) / "tokenizer", ANSWER)
+
+
+ANSWER = (
+    '<think>\nhm, why\n</think>\n\nWait a bit. <tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
+)
