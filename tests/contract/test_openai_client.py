@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
         command = [PYTHON, "-I", PROGRAM, f"{server.url}/v1", server.key, BASE]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert ended.returncode == 0, ended.stderr[-3000:] + server.log[-2000:]
+        page = (ROOT / "docs/howto/openai.md").read_text()
+        shown = page.partition("```py\n")[2].partition("```")[0]
+        settings = {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": server.key}
+        documented = subprocess.run(
+            [PYTHON, "-c", shown], capture_output=True, text=True, timeout=60, check=False, env=os.environ | settings
+        )
+        assert documented.returncode == 0, documented.stderr[-3000:]
         assert "Traceback" not in server.log
     return json.loads(ended.stdout)
 

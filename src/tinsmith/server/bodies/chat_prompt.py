@@ -186,7 +186,8 @@ def _call_format(request: wire.ChatRequest, tools: list[dict[str, Any]]) -> Outp
         }
         for function in functions
     ]
-    return _schema_format(calls[0] if len(calls) == 1 else {"anyOf": calls}, "tools")
+    compact = {"whitespace_flexible": False}  # a model could write spaces for ever instead of a call
+    return _schema_format({"anyOf": calls, "x-guidance": compact}, "tools")
 
 
 def _schema_format(schema: dict[str, Any], where: str) -> OutputFormat:
