@@ -149,7 +149,8 @@ def _tokens(prompt: str | list[int], card: ModelCard, tokenizer: Tokenizer, is_w
     if not isinstance(prompt, str):
         return prompt
     text = prompt.encode(errors="replace")
-    most = min(card.max_context_length * _longest(card), MAX_TEXT_BYTES)
+    assert card.tokenizer_directory is not None
+    most = min(card.max_context_length * _longest(card.tokenizer_directory), MAX_TEXT_BYTES)
     if len(text) > most:  # before tokenizing, which takes its time
         _refuse("prompt", f"has {len(text)} bytes; at most {most} are tokenized for this model, so send token ids")
     return tokenizer.encode(text.decode(), add_special_tokens=not is_whole)
@@ -246,9 +247,9 @@ def _stops(request: wire.Sampled) -> list[str]:
 
 def _check_parameters(body: bytes, kind: type[wire.Sampled]) -> None:
     """Refuse parameters that are neither honoured nor harmless."""
-    known = {spec.encode_name for spec in msgspec.structs.fields(kind)} | wire.IGNORED
+    known = kind.__struct_encode_fields__
     for name, value in _decoded(body, dict[str, msgspec.Raw]).items():
-        if name in known or bytes(value) == b"null":
+        if name in known or name in wire.IGNORED or bytes(value) == b"null":
             continue
         shown = name[:100]
         advice = wire.REFUSED.get(name)
@@ -290,9 +291,10 @@ def _table(directory: str) -> tuple[bytes, ...]:
     return read_token_bytes(Path(directory) / "tokenizer.json")
 
 
-def _longest(card: ModelCard) -> int:
-    assert card.tokenizer_directory is not None
-    return max(map(len, _table(card.tokenizer_directory)), default=1)
+@functools.lru_cache(maxsize=8)
+def _longest(directory: str) -> int:
+    """Return the bytes of the longest token."""
+    return max(map(len, _table(directory)), default=1)
 
 
 def read_vocabulary(directory: str) -> VocabularyReading:
