@@ -153,7 +153,8 @@ def prompt_tokens(prompt: str | list[int], card: ModelCard, tokenizer: Tokenizer
     if not isinstance(prompt, str):
         return prompt
     text = prompt.encode(errors="replace")
-    most = min(card.max_context_length * _longest(card), MAX_TEXT_BYTES)
+    assert card.tokenizer_directory is not None
+    most = min(card.max_context_length * _longest(card.tokenizer_directory), MAX_TEXT_BYTES)
     if len(text) > most:  # before tokenizing, which takes its time
         _refuse("prompt", f"has {len(text)} bytes; at most {most} are tokenized for this model, so send token ids")
     return tokenizer.encode(text.decode(), add_special_tokens=not is_whole)
@@ -250,9 +251,9 @@ def _stops(request: wire.Sampled) -> list[str]:
 
 def check_parameters(body: bytes, kind: type[msgspec.Struct], ignored: Set[str], refused: Mapping[str, str]) -> None:
     """Refuse parameters that are neither honoured nor harmless."""
-    known = {spec.encode_name for spec in msgspec.structs.fields(kind)} | ignored
+    known = kind.__struct_encode_fields__
     for name, value in decoded(body, dict[str, msgspec.Raw]).items():
-        if name in known or bytes(value) == b"null":
+        if name in known or name in ignored or bytes(value) == b"null":
             continue
         shown = name[:100]
         advice = refused.get(name)
@@ -294,9 +295,10 @@ def _table(directory: str) -> tuple[bytes, ...]:
     return read_token_bytes(Path(directory) / "tokenizer.json")
 
 
-def _longest(card: ModelCard) -> int:
-    assert card.tokenizer_directory is not None
-    return max(map(len, _table(card.tokenizer_directory)), default=1)
+@functools.lru_cache(maxsize=8)
+def _longest(directory: str) -> int:
+    """Return the bytes of the longest token."""
+    return max(map(len, _table(directory)), default=1)
 
 
 def read_vocabulary(directory: str) -> VocabularyReading:
