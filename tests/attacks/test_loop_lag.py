@@ -278,6 +278,39 @@ def openai_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "a long answer to a chat", {"messages": [turn], "logprobs": True, "stream": True}
 
 
+def anthropic_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same of Anthropic's clients, whose messages are made of blocks."""
+    turn = {"role": "user", "content": "a"}
+    block = {"type": "text", "text": "a"}
+    call = {"type": "tool_use", "id": "x", "name": "f", "input": {"a": "b" * 1000}}
+    result = {"type": "tool_result", "tool_use_id": "x", "content": [block] * 1000}
+    tool = {"name": "f", "description": "d" * 1000, "input_schema": {"enum": ["a" * 50] * 1000}}
+    yield "many turns", {"messages": [turn] * 8000}
+    yield "too many turns", {"messages": [turn] * 500_000}
+    yield "many blocks", {"messages": [{"role": "user", "content": [block] * 1000}] * 300}
+    yield "many calls", {"messages": [turn, {"role": "assistant", "content": [call] * 1000}, turn]}
+    yield (
+        "large results",
+        {
+            "messages": [
+                turn,
+                {"role": "assistant", "content": [call]},
+                *[{"role": "user", "content": [result] * 10}] * 30,
+            ]
+        },
+    )
+    yield "a long text", {"messages": [turn], "system": " é" * (MB // 4)}
+    yield "a long beginning", {"messages": [turn, {"role": "assistant", "content": "ab " * (4 * MB) + "."}]}
+    yield "many tools", {"messages": [turn], "tools": [tool] * 200}
+    yield "a forced choice of many tools", {"messages": [turn], "tools": [tool] * 200, "tool_choice": {"type": "any"}}
+    yield (
+        "a nested input",
+        {"messages": [turn, {"role": "assistant", "content": [{**call, "input": {"a": nested_lists(500)}}]}, turn]},
+    )
+    yield "a long answer", {"messages": [turn]}
+    yield "a long answer, streamed", {"messages": [turn], "stream": True, "stop_sequences": ["never"]}
+
+
 def nested_lists(depth: int) -> Any:
     value: Any = 1
     for _ in range(depth):
@@ -285,19 +318,28 @@ def nested_lists(depth: int) -> Any:
     return value
 
 
-def test_no_request_of_openais_clients_holds_the_loop(tmp_path: Path) -> None:
+def other_bodies() -> Iterator[tuple[str, str, bytes]]:
+    """Requests of other services' clients: what they are, where they go, and their bodies."""
+    for what, fields in openai_bodies():
+        path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+        yield what, path, json.dumps({"model": BASE, **fields}).encode()
+    for what, fields in anthropic_bodies():
+        yield what, "/v1/messages", json.dumps({"model": BASE, "max_tokens": 10, **fields}).encode()
+        if "stream" not in fields:
+            yield what, "/v1/messages/count_tokens", json.dumps({"model": BASE, **fields}).encode()
+
+
+def test_no_request_of_other_services_clients_holds_the_loop(tmp_path: Path) -> None:
     async def scenario() -> None:
         backend = Scripted(tmp_path / "tokenizer", "ab\n" * 10_000, max_context_length=4 * MB)
         async with serving(tmp_path, backend=backend) as server:
             ann = await server.client()
             slow = {}
             with watched_loop() as lag:
-                for what, fields in openai_bodies():
-                    path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
-                    body = json.dumps({"model": BASE, **fields}).encode()
+                for what, path, body in other_bodies():
                     seconds, where = await longest(lag, partial(ann.post, path, body))
                     if seconds >= MAX_S:
-                        slow[what] = (round(seconds, 4), where)
+                        slow[path, what] = (round(seconds, 4), where)
             assert slow == {}
 
     asyncio.run(asyncio.wait_for(scenario(), 120))

@@ -2,7 +2,7 @@
 
 Each route of /openapi.json gets requests that fit its schema (with ids of things that exist, so that they get far), the
 same with parts replaced, dropped, added or driven to extremes, and bytes that are no request at all. Every refusal must
-be JSON with `detail` and `code`, or what OpenAI's clients read instead.
+be JSON with `detail` and `code`, or what other services' clients read instead.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.fuzz import DIALECT_IDS
 from support.in_process import Answer, Client, Recorder, Server, datum, forward_backward, sample, serving
-from support.openai_server import FITTING, write_small_tokenizer
+from support.openai_server import write_small_tokenizer
 
 from tinsmith.engine.protocol import ModelCard
 from tinsmith.server.http.openapi import openapi
@@ -28,7 +29,7 @@ from tinsmith.wire.codecs.json_codec import decode
 from tinsmith.wire.codecs.proto_training import encode_request
 from tinsmith.wire.messages.training import ForwardBackwardRequest
 from tinsmith.wire.routes.own import MSGPACK_TYPE
-from tinsmith.wire.routes.served import SERVED_ROUTES
+from tinsmith.wire.routes.served import SERVED_BY_NAME, SERVED_ROUTES
 
 DOCUMENT = msgspec.json.decode(openapi())
 OPERATIONS = {
@@ -286,8 +287,7 @@ HEADERS = st.one_of(st.just(PLAIN), st.just(PLAIN), ODD_HEADERS)
 
 def requests(name: str, world: World, data: st.DataObject) -> tuple[str, str, bytes, dict[str, str]]:
     method, path, operation = TARGETS[name]
-    if "openai" in name:
-        world = world.knowing(FITTING)
+    world = world.knowing(DIALECT_IDS[SERVED_BY_NAME[name].dialect] if name in SERVED_BY_NAME else {})
     headers = data.draw(HEADERS)
     has_body = "requestBody" in operation or data.draw(st.integers(0, 9)) == 0
     body = bodies(operation, world, data) if has_body else b""

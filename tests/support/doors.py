@@ -101,6 +101,17 @@ def of_openai(prefix: str) -> dict[str, Callable[[World], list[Ask]]]:
     }
 
 
+def of_anthropic(prefix: str) -> dict[str, Callable[[World], list[Ask]]]:
+    """Calls of Anthropic's clients that name a checkpoint."""
+    turns = [{"role": "user", "content": "x"}]
+    return {
+        f"{prefix}_messages": lambda w: [
+            ask(f"{prefix}_messages", {"model": w.path, "messages": turns, "max_tokens": 2}),
+        ],
+        f"{prefix}_count_tokens": lambda w: [ask(f"{prefix}_count_tokens", {"model": w.path, "messages": turns})],
+    }
+
+
 OF_SOMEBODY: dict[str, Callable[[World], list[Ask]]] = {
     "session_heartbeat": lambda w: [ask("session_heartbeat", {"session_id": w.session})],
     "finish_session": lambda w: [
@@ -172,9 +183,11 @@ OF_SOMEBODY: dict[str, Callable[[World], list[Ask]]] = {
     "sample_results": lambda w: [ask("sample_results", target(w))],
     **of_openai("openai"),
     **of_openai("hosted_openai"),
+    **of_anthropic("anthropic"),
+    **of_anthropic("hosted_anthropic"),
 }
-"""Calls that name something, by route; our own endpoints and OpenAI's are the last. Each body of `samples` is walked
-elsewhere."""
+"""Calls that name something, by route; our own endpoints and other services' are the last. Each body of `samples` is
+walked elsewhere."""
 
 HOURS = "?starting_on=2027-01-15T00:00:00Z&ending_before=2027-01-16T00:00:00Z"
 OF_ONESELF: dict[str, Ask] = {

@@ -31,6 +31,7 @@ from urllib.parse import quote
 
 import msgspec
 
+from support.anthropic_server import ANTHROPIC_FITTING
 from support.in_process import Answer, Client, Recorder, Server, datum, forward_backward, sample, serving
 from support.openai_server import FITTING, write_small_tokenizer
 from tinsmith.engine.protocol import AnyJob, ModelCard
@@ -41,7 +42,7 @@ from tinsmith.wire.codecs.json_codec import decode
 from tinsmith.wire.codecs.proto_training import encode_request
 from tinsmith.wire.messages.training import ForwardBackwardRequest
 from tinsmith.wire.routes.served import SERVED_ROUTES
-from tinsmith.wire.routes.table import Route
+from tinsmith.wire.routes.table import Dialect, Route
 
 SMALL = ModelCard(name="small", vocab_size=32, max_context_length=24)
 TENANTS = 3
@@ -64,6 +65,12 @@ RARE = {
 }
 """Routes that take away what others need, or are slow: how often they come, where others come once."""
 
+DIALECT_IDS: dict[Dialect, dict[str, list[Any]]] = {
+    "tinker": {},
+    "openai": FITTING,
+    "anthropic": ANTHROPIC_FITTING,
+}
+"""What makes a request of other services' clients valid."""
 NOT_YET = ("readyz", "delete_run")
 """Routes that say with a 503 that something is not over yet: the start of the engine, the last requests of a run."""
 
@@ -309,8 +316,7 @@ class Maker:
             return {}
         made = self._bodies.setdefault((route.name, id(whose)), [])
         if len(made) < 12:
-            ids = whose.ids | FITTING if route.dialect == "openai" else whose.ids
-            made.append(fitting(route.request, ids, draw))
+            made.append(fitting(route.request, whose.ids | DIALECT_IDS[route.dialect], draw))
         value = dict(draw.choice(made))
         if "seq_id" in value or route.name in ("forward_backward", "optim_step"):
             if draw.random() < 0.5:
@@ -382,7 +388,9 @@ class Report:
 
     def note(self, index: int, request: Request, answer: Answer) -> None:
         self.statuses.setdefault(request.route.name, Counter())[answer.status] += 1
-        is_told = answer.status < 400 or answer.status == 408 or b'"code"' in answer.body
+        is_told = (
+            answer.status < 400 or answer.status == 408 or b'"code"' in answer.body or b'"type":"error"' in answer.body
+        )
         is_not_yet = answer.status == 503 and request.route.name in NOT_YET
         if (answer.status >= 500 and not is_not_yet) or not is_told:
             shown = f"{request.method} {request.path[:200]} {request.body[:300]!r}"

@@ -144,8 +144,14 @@ class Answer:
         said = self.json
         if "error" not in said:
             return {name: said[name] for name in said}
-        codes = {"invalid_api_key": "not_authenticated", "model_not_found": "unknown_resource"}
-        code = said["error"]["code"]
+        codes = {
+            "invalid_api_key": "not_authenticated",
+            "model_not_found": "unknown_resource",
+            "authentication_error": "not_authenticated",
+            "permission_error": "not_allowed",
+            "not_found_error": "unknown_resource",
+        }
+        code = said["error"]["code" if "code" in said["error"] else "type"]
         return {"detail": said["error"]["message"], "code": codes.get(code, code)}
 
     @property

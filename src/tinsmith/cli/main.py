@@ -30,6 +30,11 @@ COMMANDS = {
         "completion",
         "Print a shell completion script.",
     ),
+    "connect": (
+        "tinsmith.cli.manage.connect",
+        "connect",
+        "Print how to use the server from OpenAI, Anthropic or Tinker clients.",
+    ),
     "demo": ("tinsmith.cli.train.demo", "demo", "Fine-tune a small model and compare it before and after."),
     "doctor": ("tinsmith.cli.server.doctor", "doctor", "Check the installation, the data directory and the server."),
     "eval": ("tinsmith.cli.talk.evaluate", "evaluate", "Evaluate models on a file of examples."),

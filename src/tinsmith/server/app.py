@@ -50,7 +50,19 @@ from tinsmith.server.ops.metrics import Metrics
 from tinsmith.server.ops.sweeper import Sweeper
 from tinsmith.server.ops.usage import HOUR_S
 from tinsmith.server.refusals import UnknownResourceError
-from tinsmith.server.routes import admin, futures, openai, own, runs, sampling, service, sessions, training, weights
+from tinsmith.server.routes import (
+    admin,
+    anthropic,
+    futures,
+    openai,
+    own,
+    runs,
+    sampling,
+    service,
+    sessions,
+    training,
+    weights,
+)
 from tinsmith.server.runs.checkpoint_advice import Advice
 from tinsmith.server.runs.registry import Runs
 from tinsmith.server.runs.restart import recover
@@ -60,6 +72,7 @@ from tinsmith.server.services import Services
 from tinsmith.store.base import Store
 from tinsmith.store.open import open_store
 from tinsmith.store.rows import CountRow, KeyRow
+from tinsmith.wire.routes.anthropic import ANTHROPIC_PREFIXES, VERSION_HEADER
 from tinsmith.wire.routes.openai import PREFIXES
 from tinsmith.wire.routes.own import DOWNLOAD
 from tinsmith.wire.routes.served import SERVED_ROUTES
@@ -78,6 +91,7 @@ HANDLERS: Handlers = {
     **admin.HANDLERS,
     **own.HANDLERS,
     **openai.HANDLERS,
+    **anthropic.HANDLERS,
 }
 
 
@@ -207,13 +221,20 @@ async def _not_here(request: Request, error: Exception) -> Response:
     """Answer a path or method that no route has."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path} is not a route of this server; see /openapi.json"
-    body = errors.body_of(UnknownResourceError(text), _dialect(request.url.path))
+    body = errors.body_of(UnknownResourceError(text), _dialect(request))
     return Response(body, error.status_code, error.headers, media_type=JSON)
 
 
-def _dialect(path: str) -> Dialect:
-    """Return the dialect of a path that no route has: that of the routes beside it."""
-    return "openai" if path.startswith(tuple(f"{prefix}/" for prefix in PREFIXES.values())) else "tinker"
+def _dialect(request: Request) -> Dialect:
+    """Return the dialect of a path that no route has: that of the routes beside it, and where they have two, that of
+    the client."""
+    path = request.url.path
+    prefixes: dict[Dialect, Mapping[str, str]] = {"openai": PREFIXES, "anthropic": ANTHROPIC_PREFIXES}
+    order: tuple[Dialect, ...] = ("openai", "anthropic")
+    for dialect in reversed(order) if VERSION_HEADER in request.headers else order:
+        if path.startswith(tuple(f"{prefix}/" for prefix in prefixes[dialect].values())):
+            return dialect
+    return "tinker"
 
 
 async def _fault(request: Request, error: Exception) -> Response:

@@ -100,7 +100,7 @@ class JsonReading(msgspec.Struct, frozen=True, kw_only=True, tag="json"):
 
 
 class HeadQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
-    """A request of an OpenAI client: which model does it name? Its tokenizer is needed to read the rest."""
+    """A request of another service's client: which model does it name? Its tokenizer is needed to read the rest."""
 
 
 class HeadReading(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
@@ -108,9 +108,9 @@ class HeadReading(msgspec.Struct, frozen=True, kw_only=True, tag="head"):
 
 
 class PromptQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
-    """A request of an OpenAI client: which samples does it ask for?"""
+    """A request of another service's client: which samples does it ask for?"""
 
-    kind: Literal["completions", "chat"]
+    kind: Literal["completions", "chat", "messages"]
     card: ModelCard
     max_samples: int
     chat_template: str | None = None
@@ -145,6 +145,18 @@ class PromptReading(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
     """How the model writes calls of tools; `forced`: the whole answer is the JSON of a call."""
 
 
+class CountQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="count"):
+    """A conversation of an Anthropic client: how many tokens does it have?"""
+
+    card: ModelCard
+    chat_template: str | None = None
+    """A file with the template to use instead of the model's own."""
+
+
+class CountReading(msgspec.Struct, frozen=True, kw_only=True, tag="count"):
+    length: int
+
+
 class VocabularyQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="vocabulary"):
     """The bytes of a tokenizer's tokens, from which the server makes text."""
 
@@ -161,8 +173,22 @@ class VocabularyReading(msgspec.Struct, frozen=True, kw_only=True, tag="vocabula
 
 
 Question: TypeAlias = (
-    PassQuestion | SampleQuestion | LossQuestion | JsonQuestion | HeadQuestion | PromptQuestion | VocabularyQuestion
+    PassQuestion
+    | SampleQuestion
+    | LossQuestion
+    | JsonQuestion
+    | HeadQuestion
+    | PromptQuestion
+    | CountQuestion
+    | VocabularyQuestion
 )
 Reading: TypeAlias = (
-    PassReading | SampleReading | LossReading | JsonReading | HeadReading | PromptReading | VocabularyReading
+    PassReading
+    | SampleReading
+    | LossReading
+    | JsonReading
+    | HeadReading
+    | PromptReading
+    | CountReading
+    | VocabularyReading
 )

@@ -16,6 +16,7 @@ import msgspec
 from tinsmith.engine.protocol import ModelCard
 from tinsmith.errors import InvalidInputError, LimitExceededError, WireError
 from tinsmith.server.bodies.questions import (
+    CountQuestion,
     Fault,
     HeadQuestion,
     JsonQuestion,
@@ -30,6 +31,7 @@ from tinsmith.server.bodies.questions import (
     SampleQuestion,
     SampleReading,
 )
+from tinsmith.server.bodies.read_anthropic import read_count, read_messages
 from tinsmith.server.bodies.read_openai import read_head, read_prompts, read_vocabulary
 from tinsmith.wire.codecs import json_codec, proto_outputs, proto_sampling, proto_training, protobuf
 from tinsmith.wire.limits import MAX_ID, Id, check_size
@@ -68,7 +70,10 @@ def read(question: Question, body: bytes, *, is_on_loop: bool = False) -> Readin
         raise NeedsProcessError
     if isinstance(question, PromptQuestion):
         check_containers(body)
-        return read_prompts(question, body)
+        return read_messages(question, body) if question.kind == "messages" else read_prompts(question, body)
+    if isinstance(question, CountQuestion):
+        check_containers(body)
+        return read_count(question, body)
     return read_vocabulary(question.directory)
 
 

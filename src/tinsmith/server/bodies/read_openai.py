@@ -7,6 +7,7 @@ out are bodies of the protocol's own samples; everything after this is the same 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -59,7 +60,7 @@ class _Head(msgspec.Struct):
 
 def read_head(body: bytes) -> HeadReading:
     """Read which model a request names."""
-    return HeadReading(model=_decoded(body, _Head).model)
+    return HeadReading(model=decoded(body, _Head).model)
 
 
 def read_prompts(question: PromptQuestion, body: bytes) -> PromptReading:
@@ -67,18 +68,19 @@ def read_prompts(question: PromptQuestion, body: bytes) -> PromptReading:
     kind: type[wire.CompletionRequest | wire.ChatRequest] = (
         wire.CompletionRequest if question.kind == "completions" else wire.ChatRequest
     )
-    _check_parameters(body, kind)
-    request = _decoded(body, kind)
+    check_parameters(body, kind, wire.IGNORED, wire.REFUSED)
+    request = decoded(body, kind)
     tokenizer = tokenizer_of(question.card)
     if isinstance(request, wire.CompletionRequest):
         return _completions(question, request, tokenizer)
-    return _chat(question, request, tokenizer)
+    prompt = chat_prompt(request, tokenizer, question.chat_template)
+    return chat_reading(question, request, tokenizer, prompt)
 
 
 def _completions(question: PromptQuestion, request: wire.CompletionRequest, tokenizer: Tokenizer) -> PromptReading:
     if request.echo and request.stream and request.logprobs is not None:
         _refuse("logprobs", "a stream cannot echo the prompt's logprobs; leave out stream, echo or logprobs")
-    prompts = [_tokens(prompt, question.card, tokenizer) for prompt in _prompts(request.prompt)]
+    prompts = [prompt_tokens(prompt, question.card, tokenizer) for prompt in _prompts(request.prompt)]
     most = request.max_tokens if request.max_tokens is not None else DEFAULT_COMPLETION_TOKENS
     scores = request.echo and request.logprobs is not None
     draws = {
@@ -101,7 +103,10 @@ def _completions(question: PromptQuestion, request: wire.CompletionRequest, toke
     )
 
 
-def _chat(question: PromptQuestion, request: wire.ChatRequest, tokenizer: Tokenizer) -> PromptReading:
+def chat_reading(
+    question: PromptQuestion, request: wire.ChatRequest, tokenizer: Tokenizer, prompt: ChatPrompt
+) -> PromptReading:
+    """Read a conversation that was rendered: the sample that continues it."""
     if request.max_tokens is not None and request.max_completion_tokens is not None:
         _refuse("max_completion_tokens", "is the same as max_tokens; send one of them")
     if request.modalities is not None and request.modalities != ["text"]:
@@ -110,11 +115,10 @@ def _chat(question: PromptQuestion, request: wire.ChatRequest, tokenizer: Tokeni
         _refuse("top_logprobs", "is set but logprobs is not; set logprobs to true")
     if request.parallel_tool_calls is False:
         _refuse("parallel_tool_calls", "false cannot be enforced; leave it out, and use the first call")
-    prompt = chat_prompt(request, tokenizer, question.chat_template)
     most = request.max_tokens if request.max_tokens is not None else request.max_completion_tokens
     draws = {"topk_sample_logprobs": request.top_logprobs or 0}
     params = _params(request, most, tokenizer, prompt)
-    tokens = _tokens(prompt.text, question.card, tokenizer, is_whole=True)
+    tokens = prompt_tokens(prompt.text, question.card, tokenizer, is_whole=True)
     return PromptReading(
         samples=[_sample(question, request, tokens, params, draws, "")],
         n=_count(request),
@@ -144,12 +148,13 @@ def _prompts(prompt: Any) -> list[str | list[int]]:
     return listed
 
 
-def _tokens(prompt: str | list[int], card: ModelCard, tokenizer: Tokenizer, is_whole: bool = False) -> list[int]:
+def prompt_tokens(prompt: str | list[int], card: ModelCard, tokenizer: Tokenizer, is_whole: bool = False) -> list[int]:
     """Return the tokens of a prompt; `is_whole` if it has its special tokens already, as chat templates write them."""
     if not isinstance(prompt, str):
         return prompt
     text = prompt.encode(errors="replace")
-    most = min(card.max_context_length * _longest(card), MAX_TEXT_BYTES)
+    assert card.tokenizer_directory is not None
+    most = min(card.max_context_length * _longest(card.tokenizer_directory), MAX_TEXT_BYTES)
     if len(text) > most:  # before tokenizing, which takes its time
         _refuse("prompt", f"has {len(text)} bytes; at most {most} are tokenized for this model, so send token ids")
     return tokenizer.encode(text.decode(), add_special_tokens=not is_whole)
@@ -244,18 +249,18 @@ def _stops(request: wire.Sampled) -> list[str]:
     return [request.stop] if isinstance(request.stop, str) else list(request.stop or ())
 
 
-def _check_parameters(body: bytes, kind: type[wire.Sampled]) -> None:
+def check_parameters(body: bytes, kind: type[msgspec.Struct], ignored: Set[str], refused: Mapping[str, str]) -> None:
     """Refuse parameters that are neither honoured nor harmless."""
-    known = {spec.encode_name for spec in msgspec.structs.fields(kind)} | wire.IGNORED
-    for name, value in _decoded(body, dict[str, msgspec.Raw]).items():
-        if name in known or bytes(value) == b"null":
+    known = kind.__struct_encode_fields__
+    for name, value in decoded(body, dict[str, msgspec.Raw]).items():
+        if name in known or name in ignored or bytes(value) == b"null":
             continue
         shown = name[:100]
-        advice = wire.REFUSED.get(name)
+        advice = refused.get(name)
         _refuse(shown, f"is not supported; {advice}" if advice else "is not a parameter that this server knows")
 
 
-def _decoded(body: bytes, kind: type[T]) -> T:
+def decoded(body: bytes, kind: type[T]) -> T:
     """Decode a body; what is wrong with it is a 400 for clients of OpenAI."""
     try:
         return json_codec.decode(body or b"{}", kind)
@@ -290,9 +295,10 @@ def _table(directory: str) -> tuple[bytes, ...]:
     return read_token_bytes(Path(directory) / "tokenizer.json")
 
 
-def _longest(card: ModelCard) -> int:
-    assert card.tokenizer_directory is not None
-    return max(map(len, _table(card.tokenizer_directory)), default=1)
+@functools.lru_cache(maxsize=8)
+def _longest(directory: str) -> int:
+    """Return the bytes of the longest token."""
+    return max(map(len, _table(directory)), default=1)
 
 
 def read_vocabulary(directory: str) -> VocabularyReading:

@@ -25,6 +25,8 @@ class TextStream:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self.is_stopped = False
         """Whether a stop string was found; nothing after it is text."""
+        self.stopped_by: str | None = None
+        """The stop string that was found."""
 
     def push(self, tokens: Iterable[int]) -> str:
         """Return the text that is certain after these tokens."""
@@ -45,9 +47,11 @@ class TextStream:
         text = self._held + new
         found = [(place + len(stop), place) for stop in self._stops if (place := text.find(stop)) >= 0]
         if found:  # the one that is complete first: it would have ended the sample by itself
+            end, place = min(found)
             self.is_stopped = True
+            self.stopped_by = text[place:end].decode(errors="surrogatepass")
             self._held = b""
-            return self._characters.decode(text[: min(found)[1]])
+            return self._characters.decode(text[:place])
         keep = held_back(text, self._stops)
         self._held = text[len(text) - keep :]
         return self._characters.decode(text[: len(text) - keep])

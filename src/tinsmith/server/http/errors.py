@@ -75,10 +75,32 @@ def _openai(error: TinkerError) -> dict[str, Any]:
     return {"error": {"message": redacted_text(str(error)), "type": kind, "param": field, "code": code}}
 
 
-FORMS: Mapping[Dialect, Callable[[TinkerError], dict[str, Any]]] = {"tinker": _tinker, "openai": _openai}
+def _anthropic(error: TinkerError) -> dict[str, Any]:
+    """Return what Anthropic's clients read. There is no request id: a request that is refused has not got one yet."""
+    status = status_of(error)
+    kind = ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": redacted_text(str(error))}, "request_id": None}
+
+
+FORMS: Mapping[Dialect, Callable[[TinkerError], dict[str, Any]]] = {
+    "tinker": _tinker,
+    "openai": _openai,
+    "anthropic": _anthropic,
+}
 OPENAI_TYPES: Mapping[int, str] = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 OPENAI_CODES: Mapping[str, str] = {"not_authenticated": "invalid_api_key", "over_limit": "rate_limit_exceeded"}
 """Codes under which programs know our own."""
+ANTHROPIC_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    410: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The types of Anthropic's errors by status; 503 is what Anthropic sends as 529."""
 
 
 def headers_of(error: TinkerError) -> dict[str, str]:

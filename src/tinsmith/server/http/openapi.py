@@ -155,6 +155,19 @@ _ERRORS: dict[Dialect, dict[str, Any]] = {
             }
         },
     },
+    "anthropic": {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            },
+            "request_id": {"type": ["string", "null"]},
+        },
+    },
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinsmith.server.jobs.pending_results import Outcome, Promise
 from tinsmith.server.jobs.token_log import LoggedTokens, TokenLog
@@ -36,16 +36,14 @@ class Followed:
     outcome: asyncio.Task[Outcome | None] | None = field(default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class SampleGrowth:
+class SampleGrowth(NamedTuple):
     """New tokens of one of the samples."""
 
     sample: int
     new: LoggedTokens
 
 
-@dataclass(frozen=True, slots=True)
-class SampleEnd:
+class SampleEnd(NamedTuple):
     """A sample has ended; None if it did not within a day."""
 
     sample: int
@@ -61,14 +59,15 @@ async def follow(services: Services, samples: Sequence[Followed]) -> AsyncGenera
         followed.outcome = asyncio.create_task(services.broker.wait(followed.promise, MAX_S))
         if followed.log is not None:
             followed.log.join()
-    running = set(range(len(samples)))
+    running = list(range(len(samples)))
     try:
         while running:
             events = _news(samples, running)
-            for begin in range(0, len(events), AT_ONCE):
-                yield events[begin : begin + AT_ONCE]
-                await asyncio.sleep(0)
             if events:
+                for begin in range(0, len(events), AT_ONCE):
+                    yield events[begin : begin + AT_ONCE]
+                    if len(events) > AT_ONCE or _is_long(events[0]):
+                        await asyncio.sleep(0)
                 continue
             news: set[asyncio.Future[Any]] = set()
             for number in running:
@@ -82,9 +81,10 @@ async def follow(services: Services, samples: Sequence[Followed]) -> AsyncGenera
         _leave(services, samples)
 
 
-def _news(samples: Sequence[Followed], running: set[int]) -> list[Event]:
+def _news(samples: Sequence[Followed], running: list[int]) -> list[Event]:
+    """Return what is new, and remove from `running` what has ended."""
     events: list[Event] = []
-    for number in sorted(running):
+    for number in tuple(running):
         followed = samples[number]
         assert followed.outcome is not None
         is_over = followed.outcome.done()
@@ -94,9 +94,13 @@ def _news(samples: Sequence[Followed], running: set[int]) -> list[Event]:
             followed.seen[new.index] += len(piece.tokens)
             events.append(SampleGrowth(number, piece))
         if is_over and not grown:
-            running.discard(number)
+            running.remove(number)
             events.append(SampleEnd(number, followed.outcome.result()))
     return events
+
+
+def _is_long(event: Event) -> bool:
+    return isinstance(event, SampleGrowth) and len(event.new.tokens) >= TOKENS
 
 
 def _first(new: LoggedTokens) -> LoggedTokens:

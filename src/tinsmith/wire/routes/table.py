@@ -18,7 +18,7 @@ from tinsmith.wire.messages import admin, futures, runs, sampling, service, sess
 from tinsmith.wire.routes.door import BULK, LARGE, MEDIUM, Door, any_key, everybody, needs
 
 Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
-Dialect: TypeAlias = Literal["tinker", "openai"]
+Dialect: TypeAlias = Literal["tinker", "openai", "anthropic"]
 Encoding: TypeAlias = Literal["json", "protobuf", "msgpack", "bytes", "multipart"]
 
 PREFIX = "/api/v1/"
