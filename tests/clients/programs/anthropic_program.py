@@ -21,13 +21,17 @@ TOOL = {
         "required": ["a", "b"],
     },
 }
+GREEDY = {"temperature": 0}
+"""This release has no argument for it."""
 client = anthropic.Anthropic(max_retries=0)
 
 
 def messages() -> dict:
-    answer = client.messages.create(model=TUNED, messages=HI, max_tokens=40, temperature=0)
-    stopped = client.messages.create(model=TUNED, messages=HI, max_tokens=40, temperature=0, stop_sequences=["lo th"])
-    short = client.messages.create(model=TUNED, messages=HI, max_tokens=3, temperature=0)
+    answer = client.messages.create(model=TUNED, messages=HI, max_tokens=40, extra_body=GREEDY)
+    stopped = client.messages.create(
+        model=TUNED, messages=HI, max_tokens=40, extra_body=GREEDY, stop_sequences=["lo th"]
+    )
+    short = client.messages.create(model=TUNED, messages=HI, max_tokens=3, extra_body=GREEDY)
     counted = client.messages.count_tokens(model=TUNED, messages=HI)
     return {
         "content": [block.model_dump(exclude_none=True) for block in answer.content],
@@ -41,7 +45,7 @@ def messages() -> dict:
 
 
 def streamed() -> dict:
-    with client.messages.stream(model=TUNED, messages=HI, max_tokens=40, temperature=0) as stream:
+    with client.messages.stream(model=TUNED, messages=HI, max_tokens=40, extra_body=GREEDY) as stream:
         events = [event.type for event in stream]
         final = stream.get_final_message()
     return {
@@ -54,7 +58,7 @@ def streamed() -> dict:
 
 def tools() -> dict:
     """Call a tool, answer the call, and read the model's answer; both as a whole and as a stream."""
-    options = {"model": TUNED, "tools": [TOOL], "max_tokens": 80, "temperature": 0}
+    options = {"model": TUNED, "tools": [TOOL], "max_tokens": 80, "extra_body": GREEDY}
     first = client.messages.create(messages=ADD, **options)
     call = next(block for block in first.content if block.type == "tool_use")
     result = {"type": "tool_result", "tool_use_id": call.id, "content": str(sum(call.input.values()))}
@@ -75,11 +79,11 @@ async def together() -> list:
 
         async def ask(text: str) -> str:
             messages = [{"role": "user", "content": text}]
-            answer = await client.messages.create(model=TUNED, messages=messages, max_tokens=40, temperature=0)
+            answer = await client.messages.create(model=TUNED, messages=messages, max_tokens=40, extra_body=GREEDY)
             return answer.content[0].text
 
         async def stream() -> str:
-            async with client.messages.stream(model=TUNED, messages=HI, max_tokens=40, temperature=0) as stream:
+            async with client.messages.stream(model=TUNED, messages=HI, max_tokens=40, extra_body=GREEDY) as stream:
                 return "".join([text async for text in stream.text_stream])
 
         return await asyncio.gather(ask("Hi"), ask("Bye"), stream())
@@ -90,7 +94,9 @@ def refused() -> dict:
     attempts = {
         "gone": lambda: client.messages.create(model=f"{TUNED}-gone", messages=HI, max_tokens=4),
         "key": lambda: client.with_options(api_key="tml-wrong").messages.create(model=BASE, messages=HI, max_tokens=4),
-        "temperature": lambda: client.messages.create(model=BASE, messages=HI, max_tokens=4, temperature=-1),
+        "temperature": lambda: client.messages.create(
+            model=BASE, messages=HI, max_tokens=4, extra_body={"temperature": -1}
+        ),
         "long": lambda: client.messages.create(
             model=BASE, messages=[{"role": "user", "content": "a" * 1000}], max_tokens=4
         ),
