@@ -19,7 +19,7 @@ from support.server_process import ServerProcess
 from tinsmith import AdamParams, Datum, ModelInput, ServiceClient
 from tinsmith.cli import output
 from tinsmith.cli.main import main
-from tinsmith.printable import PrintableLines, one_line, printable
+from tinsmith.text.printable import PrintableLines, one_line, printable
 
 SOURCE = Path(output.__file__).parent
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp\u2066\x08\x7f\r[link=http://evil.example]x[/link][bold]y"

@@ -67,6 +67,8 @@ REQUEST = [
     fixed("Stop sequences of a sample", limits.MAX_STOPS, WireError),
     fixed("Characters of a stop string", limits.MAX_STOP_CHARS, WireError),
     fixed("Bytes of all stop strings of a sample", limits.MAX_STOP_BYTES),
+    fixed("Tokens with a bias", limits.MAX_BIASES, WireError),
+    fixed("Bytes of an output format's schema, expression or grammar", limits.MAX_GRAMMAR_BYTES),
     fixed("Tokens listed for one position (`topk_...`)", MAX_TOPK),
     fixed("Cells of one such table", MAX_TOPK_CELLS),
     fixed("Tensors of a datum; settings of a loss", limits.MAX_LOSS_INPUTS, WireError),

@@ -12,11 +12,11 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src"
 
-BOTTOM = {"errors", "config", "version", "printable"}
+BOTTOM = {"errors", "config", "version", "text"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "version": set(),
-    "printable": set(),
+    "text": {"errors", "text"},
     "config": {"errors", "version"},
     "wire": {"errors", "version", "wire"},
     "types": {"errors", "wire", "types", "compat"},

@@ -201,10 +201,14 @@ class SamplingClient:
     compute_logprobs_async = awaited(compute_logprobs)
 
     def sample_stream(
-        self, prompt: ModelInput, sampling_params: SamplingParams, num_samples: int = 1
+        self,
+        prompt: ModelInput,
+        sampling_params: SamplingParams,
+        num_samples: int = 1,
+        topk_sample_logprobs: int = 0,
     ) -> AsyncIterator[SampledTokens]:
         """Yield tokens as they are drawn, for `async for`. Raises TinkerError if the server does not stream."""
-        request = self._request(prompt, num_samples, sampling_params, False, 0, 0, None, 0, None)
+        request = self._request(prompt, num_samples, sampling_params, False, 0, topk_sample_logprobs, None, 0, None)
         return stream_sample(self.holder, request, self._take_number, self._limit("sample_stream"))
 
     def _get_base_model(self) -> Future[str]:

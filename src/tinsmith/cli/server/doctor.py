@@ -198,8 +198,8 @@ def default_model() -> list[Check]:
 
 
 def _round_trip(name: str, directory: Path) -> Check:
-    from tinsmith.client.tokenizers.tokenizer import load_tokenizer
     from tinsmith.errors import TinkerError
+    from tinsmith.text.tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(str(directory))

@@ -1,6 +1,5 @@
-"""Tokenizers and chat templates.
+"""A model's tokenizer for the client.
 
-`find` decides where a model's tokenizer comes from (the server, a directory, the hub); `tokenizer` wraps the
-`tokenizers` library under the method names that programs expect; `chat_template` renders a conversation in a
-sandbox, since templates come from strangers.
+`find` decides where it comes from: the server, a directory, or the hub. What a tokenizer is, and how chat templates
+are rendered, is in `tinsmith.text`.
 """

@@ -2,7 +2,8 @@
 
 There are a few processes, started when the first large body arrives. Organisations take turns, and each has at most one
 body being decoded, so that one that sends many only delays itself. Small bodies are decoded on the loop, which takes
-less time than asking a process. docs/decisions/0024-body-readers.md has the reasons and the numbers.
+less time than asking a process, unless they hold a grammar. docs/decisions/0024-body-readers.md has the reasons and the
+numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from tinsmith.errors import LimitExceededError
-from tinsmith.server.bodies.read import Fault, Question, Reading, read
+from tinsmith.server.bodies.questions import Fault, Question, Reading
+from tinsmith.server.bodies.read import NeedsProcessError, read
 from tinsmith.server.bodies.reader_process import HEAD, receive, send
 
 logger = logging.getLogger(__name__)
@@ -119,7 +121,8 @@ class ReaderPool:
     async def ask(self, tenant: str, question: Question, body: bytes) -> Reading:
         """Answer a question about a body; raises what is wrong with it."""
         if len(body) <= INLINE_BYTES:
-            return read(question, body)
+            with contextlib.suppress(NeedsProcessError):
+                return read(question, body, is_on_loop=True)
         reader = await self._turn(tenant)
         asked = asyncio.get_running_loop().run_in_executor(self._pool, reader.ask, _questions.encode(question), body)
         asked.add_done_callback(lambda _: self._give_back(tenant, reader))

@@ -14,7 +14,8 @@ import struct
 import msgspec
 
 from tinsmith.errors import InvalidInputError, LimitExceededError, WireError
-from tinsmith.server.bodies.read import Fault, Question, Reading, read
+from tinsmith.server.bodies.questions import Fault, Question, Reading
+from tinsmith.server.bodies.read import read
 
 HEAD = struct.Struct("<QQ")
 """Before a question: its length and the body's. Before an answer: its length, and 0."""
