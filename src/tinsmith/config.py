@@ -453,7 +453,7 @@ class ServerConfig:
     """Device seconds that each tenant gets per round while several compete. A lower value is fairer over short periods;
     a higher one switches less often."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Names of models for OpenAI clients, each a base model or `tinker://...`: a TOML table, or NAME=MODEL,..."""
+    """Names for base models and `tinker://` paths, for other services' clients: a TOML table, or NAME=MODEL,..."""
     chat_templates: Mapping[str, Path] = field(default_factory=dict)
     """Chat templates for models, checkpoints or aliases (`""`: for all): a TOML table, or NAME=FILE,..."""
     client_flags: Mapping[str, bool] = field(default_factory=dict)
