@@ -312,8 +312,10 @@ def is_valid(value: Any, schema: dict[str, Any]) -> bool:
         case "integer":
             return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
         case "string":
-            is_long_enough = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 99)
-            return isinstance(value, str) and is_long_enough and bool(re.search(schema.get("pattern", ""), value))
+            if not isinstance(value, str):
+                return False
+            fits = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 99)
+            return fits and bool(re.search(schema.get("pattern", ""), value))
         case "array":
             fits = isinstance(value, list) and len(value) <= schema["maxItems"]
             return fits and all(is_valid(each, schema["items"]) for each in value)
