@@ -366,6 +366,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": ["a"] * 100}, "stop_sequences"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    (user(), "messages[0].content"),
     (user({"type": "text"}), "messages[0].content[0].text"),
     (user({"type": "image", "source": {}}), "messages[0].content[0]"),
     (user({"type": "document", "source": {}}), "messages[0].content[0]"),

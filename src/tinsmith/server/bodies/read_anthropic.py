@@ -202,6 +202,8 @@ def _blocks(content: wire.Content, where: str) -> Iterator[tuple[wire.ContentBlo
     if isinstance(content, str):
         yield wire.ContentBlock(type="text", text=content), where
         return
+    if not content:
+        _refuse(where, "is empty; send a string, or blocks")
     for index, block in enumerate(content):
         yield block, f"{where}[{index}]"
 
