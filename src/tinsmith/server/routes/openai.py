@@ -13,7 +13,7 @@ from typing import cast
 
 import msgspec
 
-from tinsmith.errors import InvalidInputError, TinkerError
+from tinsmith.errors import InvalidInputError, TinkerError, WireError
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.bodies.questions import HeadQuestion, HeadReading, PromptQuestion, PromptReading
 from tinsmith.server.call import Answer, AnyAnswer, Call, Handlers, StreamAnswer, reply
@@ -140,7 +140,7 @@ async def _results(services: Services, call: Call, samples: Sequence[Followed]) 
     try:
         await asyncio.wait({leaving, gathering}, return_when=asyncio.FIRST_COMPLETED)
         if not gathering.done():
-            raise SampleFailedError("the client left before the answer was complete")
+            raise WireError("the client disconnected before the answer was complete")
         await gathering
     finally:
         for task in (leaving, gathering):
