@@ -248,8 +248,9 @@ def test_special_tokens_stop_a_sample_and_are_no_text(tmp_path: Path) -> None:
                 job = server.backend.submitted[-1]
                 assert isinstance(job, Sample)
                 assert json.loads(job.body)["sampling_params"]["stop"] == [token]
-            body = (await chat(ann, max_tokens=3000, seed=1)).json
-            assert body["choices"][0]["finish_reason"] == "stop", "the template's end of a turn ends it"
+            answer = await chat(ann, max_tokens=3000, seed=1, logprobs=True)
+            last = answer.json["choices"][0]["logprobs"]["content"][-1]
+            assert last["token"] == "<|im_end|>", "what the template writes after a turn ends it"
 
     run(scenario())
 
