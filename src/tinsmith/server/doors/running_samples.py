@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, cast
 
 import msgspec
 
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import InvalidInputError, WireError
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.bodies.questions import HeadQuestion, HeadReading, PromptQuestion, PromptReading
 from tinsmith.server.call import Call, StreamAnswer
@@ -118,7 +118,7 @@ async def results(services: Services, call: Call, samples: Sequence[Followed]) -
     try:
         await asyncio.wait({leaving, gathering}, return_when=asyncio.FIRST_COMPLETED)
         if not gathering.done():
-            raise SampleFailedError("the client left before the answer was complete")
+            raise WireError("the client disconnected before the answer was complete")
         await gathering
     finally:
         for task in (leaving, gathering):
