@@ -1,7 +1,7 @@
 """The OpenAI-compatible endpoints: completions, chat completions, and the models to ask for.
 
 A request becomes samples (`bodies/read_openai`), which are accepted like any others, and their tokens become the answer
-(`doors`). A client that leaves takes its samples with it.
+(`dialects`). A client that leaves takes its samples with it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tinsmith.errors import InvalidInputError, TinkerError, WireError
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.bodies.questions import HeadQuestion, HeadReading, PromptQuestion, PromptReading
 from tinsmith.server.call import Answer, AnyAnswer, Call, Handlers, StreamAnswer, reply
-from tinsmith.server.doors.openai_answer import DONE, AnswerForm, ChunkedChoice, Kind, usage_chunk, whole_answer
-from tinsmith.server.doors.targets import SampleTarget, described, find_target, list_models, sampler_of, template_of
+from tinsmith.server.dialects.openai_answer import DONE, AnswerForm, ChunkedChoice, Kind, usage_chunk, whole_answer
+from tinsmith.server.dialects.targets import SampleTarget, described, find_target, list_models, sampler_of, template_of
 from tinsmith.server.http import errors
 from tinsmith.server.jobs.accept_sample import submit_sample
 from tinsmith.server.jobs.follow import Followed, SampleEnd, follow
