@@ -28,7 +28,7 @@ from support.in_process import (
 from support.openai_server import TEMPLATE, Scripted, backend, chat, chunks, complete, write_tokenizer
 
 from tinsmith.engine.protocol import Sample
-from tinsmith.server.doors.caller_session import LEAVE_S, ROTATE_S
+from tinsmith.server.dialects.caller_session import LEAVE_S, ROTATE_S
 from tinsmith.store.rows import CountRow, SessionRow
 from tinsmith.text.tokenizer import load_tokenizer
 from tinsmith.wire.codecs.proto_sampling import decode_response

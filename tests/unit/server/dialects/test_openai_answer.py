@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tinsmith.server.bodies.questions import VocabularyReading
-from tinsmith.server.doors.openai_answer import CompletionScores, chat_scores
-from tinsmith.server.doors.vocabulary import Vocabulary
+from tinsmith.server.dialects.openai_answer import CompletionScores, chat_scores
+from tinsmith.server.dialects.vocabulary import Vocabulary
 
 PIECES = (b"<end>", b"a", b"\xe2\x82", b"\xac", b"bc")
 TABLE = Vocabulary(
