@@ -1,6 +1,6 @@
 """The samples of one request of another service's client: read, accepted like any others, and waited for.
 
-The same for all dialects. What differs is the form of the request, which a reader process knows, and that of the answer.
+The same for all dialects. What differs is the form of a request, which a reader process knows, and that of the answer.
 A client that leaves takes its samples with it.
 """
 
