@@ -49,6 +49,7 @@ def test_all_ways_to_ask_give_the_same_answer(found: Any) -> None:
         assert blocks(found[name]) == expected
         assert found[name]["stop_reason"] == "tool_use"
         assert found[name]["model"] == BASE
+    assert found["whole"]["id"] == f"msg_{found['request_id']}"
     assert "".join(found["text_stream"]) == found["async_stream"] == "Wait a bit."
     assert found["together"] == ["Wait a bit."] * 4
 

@@ -1,7 +1,7 @@
 """The Anthropic-compatible endpoints: the next message of a conversation, and how many tokens one has.
 
 A request becomes a sample (`bodies/read_anthropic`), which is accepted like any other, and its tokens become the answer
-(`doors`). A client that leaves takes its sample with it.
+(`dialects`). A client that leaves takes its sample with it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from typing import cast
 from tinsmith.errors import TinkerError
 from tinsmith.server.bodies.questions import CountQuestion, CountReading
 from tinsmith.server.call import Answer, AnyAnswer, Call, Handlers, reply
-from tinsmith.server.doors.anthropic_answer import PING, MessageEvents, MessageForm, whole_message
-from tinsmith.server.doors.running_samples import begin_samples, event_stream, response_of, results, target_of
-from tinsmith.server.doors.targets import template_of
+from tinsmith.server.dialects.anthropic_answer import PING, MessageEvents, MessageForm, whole_message
+from tinsmith.server.dialects.running_samples import begin_samples, event_stream, response_of, results, target_of
+from tinsmith.server.dialects.targets import template_of
 from tinsmith.server.http import errors
 from tinsmith.server.jobs.follow import Followed, SampleEnd, follow
 from tinsmith.server.services import Services
 from tinsmith.wire.messages.anthropic import TokenCount
 from tinsmith.wire.routes.anthropic import ANTHROPIC_PREFIXES
+
+ID_HEADER = "request-id"
+"""Where Anthropic's clients look for the id of a request."""
 
 
 async def messages(services: Services, call: Call) -> AnyAnswer:
@@ -34,9 +37,9 @@ async def messages(services: Services, call: Call) -> AnyAnswer:
         model=running.target.name,
     )
     if running.reading.is_stream:
-        return event_stream(_stream(services, form, running.samples), form.request_id)
+        return event_stream(_stream(services, form, running.samples), form.request_id, ID_HEADER)
     (response,) = await results(services, call, running.samples)
-    return Answer(await asyncio.to_thread(whole_message, form, response))
+    return Answer(await asyncio.to_thread(whole_message, form, response), headers={ID_HEADER: form.request_id})
 
 
 async def count_tokens(services: Services, call: Call) -> Answer:
