@@ -58,7 +58,7 @@ ROOMS: dict[str, list[set[str]]] = {
     "client": [
         {"runtime"},
         {"connection"},
-        {"losses", "submit", "tokenizers"},
+        {"find_tokenizer", "losses", "submit"},
         {"admin", "rest", "sampling"},
         {"training"},
         {"recovery"},

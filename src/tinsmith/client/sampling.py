@@ -30,7 +30,7 @@ from tinsmith.client.runtime.sequence import Numbers
 from tinsmith.client.submit.poll_together import PollOutcome, SamplingSessionPoller
 from tinsmith.client.submit.samples_together import SampleSubmits
 from tinsmith.client.submit.stream import SampledTokens, stream_sample
-from tinsmith.client.tokenizers.find import tokenizer_of
+from tinsmith.client.find_tokenizer import tokenizer_of
 from tinsmith.errors import (
     APIConnectionError,
     APIStatusError,

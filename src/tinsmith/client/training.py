@@ -17,7 +17,7 @@ from tinsmith.client.losses.loss_graph import LossHandle
 from tinsmith.client.runtime.futures import Future, awaited, blocking, submitted
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.submit.in_order import OrderedOperations
-from tinsmith.client.tokenizers.find import tokenizer_of
+from tinsmith.client.find_tokenizer import tokenizer_of
 from tinsmith.errors import InvalidInputError, MissingArgumentError
 from tinsmith.transport.base import Purpose
 from tinsmith.wire.losses import LossFnType
