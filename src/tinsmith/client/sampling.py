@@ -24,13 +24,13 @@ from tinsmith.client.connection.operations import Operations, cancel_sample
 from tinsmith.client.connection.outage import Affected, ProgressWatch
 from tinsmith.client.connection.polling import wait_for_result
 from tinsmith.client.connection.session import Session
+from tinsmith.client.find_tokenizer import tokenizer_of
 from tinsmith.client.runtime.deadlines import Limit, left_s
 from tinsmith.client.runtime.futures import Future, awaited, blocking
 from tinsmith.client.runtime.sequence import Numbers
 from tinsmith.client.submit.poll_together import PollOutcome, SamplingSessionPoller
 from tinsmith.client.submit.samples_together import SampleSubmits
 from tinsmith.client.submit.stream import SampledTokens, stream_sample
-from tinsmith.client.find_tokenizer import tokenizer_of
 from tinsmith.errors import (
     APIConnectionError,
     APIStatusError,
