@@ -27,7 +27,7 @@ checked:
 	@.venv/bin/mypy
 
 # What macOS lacks must not be used anywhere, and what Windows lacks not by the client.
-CLIENT := $(addprefix src/tinsmith/,cli client transport types wire) $(wildcard src/tinsmith/*.py)
+CLIENT := $(addprefix src/tinsmith/,cli client text transport types wire) $(wildcard src/tinsmith/*.py)
 platforms:
 	@.venv/bin/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	@.venv/bin/mypy --platform win32 --cache-dir .mypy_cache/win32 --follow-imports silent $(CLIENT)
@@ -71,6 +71,7 @@ bench: setup ## Run the benchmarks: client and wire, server, store, command line
 	@$(PY) bench/wire.py
 	@$(PY) bench/sdk.py
 	@$(PY) bench/server.py
+	@$(PY) bench/openai.py
 	@$(PY) bench/store.py
 	@$(PY) bench/cli.py
 	@$(PY) bench/engine.py
