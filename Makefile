@@ -75,6 +75,7 @@ bench: setup ## Run the benchmarks: client and wire, server, store, command line
 	@$(PY) bench/wire.py
 	@$(PY) bench/sdk.py
 	@$(PY) bench/server.py
+	@$(PY) bench/openai.py
 	@$(PY) bench/store.py
 	@$(PY) bench/cli.py
 	@$(PY) bench/engine.py

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import select
 import subprocess
 import sys
@@ -66,13 +67,15 @@ class BodyReader:
         assert process.stdin is not None
         assert process.stdout is not None
         into, out = process.stdin.fileno(), process.stdout.fileno()
-        send(into, HEAD.pack(len(question), len(body)))
-        send(into, question)
-        send(into, body)
+        head = HEAD.pack(len(question), len(body)) + question
+        if len(body) <= INLINE_BYTES:
+            send(into, head + body)
+        else:
+            send(into, head)
+            send(into, body)
         if not select.select([out], [], [], READ_S)[0]:
             raise TimeoutError
-        size, _ = HEAD.unpack(receive(out, HEAD.size))
-        answer: Reading | Fault = _answers.decode(receive(out, size))
+        answer: Reading | Fault = _answers.decode(_reply(out))
         return answer
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -96,6 +99,19 @@ class BodyReader:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
+
+
+def _reply(descriptor: int) -> bytes:
+    """Read an answer. Most come in one piece: each system call gives Python's lock away, and a busy loop keeps it for
+    milliseconds."""
+    got = os.read(descriptor, PIPE_BYTES)
+    if not got:
+        raise EOFError
+    if len(got) < HEAD.size:
+        got += receive(descriptor, HEAD.size - len(got))
+    size, _ = HEAD.unpack_from(got)
+    missing = HEAD.size + size - len(got)
+    return got[HEAD.size :] + (receive(descriptor, missing) if missing else b"")
 
 
 def _widen(descriptor: int) -> None:

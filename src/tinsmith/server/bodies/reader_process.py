@@ -37,8 +37,7 @@ def main() -> None:
             question_bytes, body_bytes = HEAD.unpack(receive(into, HEAD.size))
             question = receive(into, question_bytes)
             reply = _answers.encode(answer(question, receive(into, body_bytes)))
-            send(out, HEAD.pack(len(reply), 0))
-            send(out, reply)
+            send(out, HEAD.pack(len(reply), 0) + reply)
 
 
 def answer(question: bytes, body: bytes) -> Reading | Fault:
