@@ -449,7 +449,7 @@ class ServerConfig:
     """Seconds of the device that each tenant gets per round while several compete. Less is fairer over short times,
     more switches less often."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Names of models for OpenAI clients, each a base model or `tinker://...`: a TOML table, or NAME=MODEL,..."""
+    """Names for base models and `tinker://` paths, for other services' clients: a TOML table, or NAME=MODEL,..."""
     chat_templates: Mapping[str, Path] = field(default_factory=dict)
     """Chat templates for models, checkpoints or aliases (`""`: for all): a TOML table, or NAME=FILE,..."""
     client_flags: Mapping[str, bool] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,14 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         command = [PYTHON, "-I", PROGRAM, server.url + request.param, server.key, BASE]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert ended.returncode == 0, ended.stderr[-3000:] + server.log[-2000:]
+        shown = (ROOT / "docs/howto/anthropic.md").read_text().partition("```py\n")[2].partition("```")[0]
+        settings = {"ANTHROPIC_BASE_URL": server.url + request.param, "ANTHROPIC_API_KEY": server.key}
+        program = [PYTHON, "-c", shown.replace("BASE", BASE)]
+        documented = subprocess.run(
+            program, capture_output=True, text=True, timeout=60, check=False, env=os.environ | settings
+        )
+        assert documented.returncode == 0, documented.stderr[-3000:]
+        assert "Wait a bit." in documented.stdout
         assert "Traceback" not in server.log
     return json.loads(ended.stdout)
 
@@ -40,6 +49,7 @@ def test_all_ways_to_ask_give_the_same_answer(found: Any) -> None:
         assert blocks(found[name]) == expected
         assert found[name]["stop_reason"] == "tool_use"
         assert found[name]["model"] == BASE
+    assert found["whole"]["id"] == f"msg_{found['request_id']}"
     assert "".join(found["text_stream"]) == found["async_stream"] == "Wait a bit."
     assert found["together"] == ["Wait a bit."] * 4
 

@@ -292,6 +292,9 @@ def test_a_call_can_be_forced(tmp_path: Path) -> None:
                     assert made["stop_reason"] == "tool_use"
                     schema = json.loads(sent(server, tmp_path)[1]["output_format"]["schema"])
                     assert len(schema.get("anyOf", [schema])) == (2 if choice["type"] == "any" else 1)
+            one = {"type": "auto", "disable_parallel_tool_use": True}
+            assert (await message(ann, tools=[TOOL], tool_choice=one)).status == 200
+            assert sent(server, tmp_path)[1]["stop"] == ["</tool_call>"]
             schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
             wanted = {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
             assert (await message(ann, **wanted)).status == 200
@@ -322,7 +325,7 @@ def test_thinking_is_turned_on_and_off_by_the_template(tmp_path: Path, template:
                 assert (await message(ann, messages=begun)).status == 400
             for fields, field in (
                 ({"thinking": {"type": "enabled", "budget_tokens": 64}}, "thinking.budget_tokens"),
-                ({**on, "tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
+                ({**on, "tools": [TOOL], "tool_choice": {"type": "any"}}, "thinking: cannot be enabled"),
                 ({"thinking": {"type": "between_tools"}}, "thinking.type"),
             ):
                 refused = await message(ann, **fields)
@@ -363,6 +366,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": ["a"] * 100}, "stop_sequences"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+    (user(), "messages[0].content"),
     (user({"type": "text"}), "messages[0].content[0].text"),
     (user({"type": "image", "source": {}}), "messages[0].content[0]"),
     (user({"type": "document", "source": {}}), "messages[0].content[0]"),

@@ -305,6 +305,41 @@ def test_tools_are_called_through_the_models_own_template(tmp_path: Path, is_str
     run(scenario())
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_may_be_limited_to_one_call(tmp_path: Path, is_stream: bool) -> None:
+    async def scenario() -> None:
+        call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+        async with serving(tmp_path, backend=Scripted(tmp_path / "t", call * 2)) as server:
+            ann = await server.client()
+            for limits, count in (({}, 2), ({"parallel_tool_calls": True}, 2), ({"parallel_tool_calls": False}, 1)):
+                answer = await chat(ann, stream=is_stream, tools=[TOOL], **limits)
+                parts = [chunk["choices"][0] for chunk in chunks(answer)] if is_stream else answer.json["choices"]
+                messages = [part["delta" if is_stream else "message"] for part in parts]
+                assert len([made for message in messages for made in message.get("tool_calls", ())]) == count
+                assert parts[-1]["finish_reason"] == "tool_calls"
+            job = server.backend.submitted[-1]
+            assert isinstance(job, Sample)
+            assert json.loads(job.body)["sampling_params"]["stop"] == ["</tool_call>"], "and the sample ends there"
+
+    run(scenario())
+
+
+def test_an_answer_with_a_form_is_not_a_thought(tmp_path: Path) -> None:
+    """Although the template begins one: the first token is the form's already."""
+
+    async def scenario() -> None:
+        template = TEMPLATE.replace("assistant\n{%- endif", "assistant\n<think>\n{%- endif")
+        text = '{"name": "look", "arguments": {}}'
+        async with serving(tmp_path, backend=Scripted(tmp_path / "t", text, template=template)) as server:
+            ann = await server.client()
+            forced = (await chat(ann, tools=[TOOL], tool_choice="required")).json["choices"][0]["message"]
+            assert forced["tool_calls"][0]["function"]["name"] == "look"
+            formed = (await chat(ann, response_format={"type": "json_object"})).json["choices"][0]["message"]
+            assert (formed["content"], formed.get("reasoning_content")) == (text, None)
+
+    run(scenario())
+
+
 def test_a_template_without_tools_takes_none(tmp_path: Path) -> None:
     async def scenario() -> None:
         template = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -373,7 +408,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 50] * 8000}}}},
         "response_format.json_schema",
     ),
-    ("chat", {"parallel_tool_calls": False}, "parallel_tool_calls"),
 ]
 
 

@@ -30,11 +30,12 @@ from tinsmith.client.connection import telemetry
 from tinsmith.config import DEFAULT_MODEL_PACKAGE, MB, ClientConfig, ServerConfig
 from tinsmith.server.call import Handlers
 from tinsmith.server.http import errors as http_errors
-from tinsmith.server.routes import openai, own
+from tinsmith.server.routes import anthropic, openai, own
 from tinsmith.version import PROTOCOL_VERSION, __version__
 from tinsmith.wire import limits
 from tinsmith.wire.codecs import protobuf, zstd
 from tinsmith.wire.routes import door
+from tinsmith.wire.routes.anthropic import ANTHROPIC_PREFIXES, ANTHROPIC_ROUTES
 from tinsmith.wire.routes.door import SCOPES, Door
 from tinsmith.wire.routes.openai import OPENAI_ROUTES, PREFIXES
 from tinsmith.wire.routes.own import OWN_ROUTES
@@ -285,6 +286,12 @@ def openai_table() -> str:
     return _endpoints([route for route in OPENAI_ROUTES if route.path.startswith(first)], openai.HANDLERS)
 
 
+def anthropic_table() -> str:
+    """Return the endpoints of Anthropic's clients, at the first of their two paths."""
+    first = ANTHROPIC_PREFIXES["anthropic"] + "/"
+    return _endpoints([route for route in ANTHROPIC_ROUTES if route.path.startswith(first)], anthropic.HANDLERS)
+
+
 def _endpoints(routes: Iterable[Route], handlers: Handlers) -> str:
     return table(
         ("Method", "Path", "Scope", "Body", "What it does"),
@@ -350,6 +357,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "refusals": refusals_table,
     "extensions": extensions_table,
     "openai": openai_table,
+    "anthropic": anthropic_table,
     "commands": commands_help,
     "decisions": decisions_table,
 }

@@ -26,6 +26,7 @@ def strict(value):
 def sync_calls(client, found):
     whole = strict(client.messages.create(**ASKED))
     found["whole"] = whole.model_dump()
+    found["request_id"] = whole._request_id
     found["count"] = strict(client.messages.count_tokens(model=MODEL, messages=HELLO)).model_dump()
     found["parts"] = [strict(event).model_dump() for event in client.messages.create(**ASKED, stream=True)]
     with client.messages.stream(**ASKED) as stream:

@@ -1,5 +1,5 @@
-"""The OpenAI-compatible endpoints on a real engine: formats are enforced, stops of all kinds work together, and tokens
-and logprobs are those of the Tinker API."""
+"""The endpoints for OpenAI and Anthropic clients on a real engine: formats are enforced, stops of all kinds work
+together, and tokens and logprobs are those of the Tinker API."""
 
 from __future__ import annotations
 
@@ -115,3 +115,43 @@ def test_a_template_that_the_operator_chose_is_the_aliases_alone(env: dict[str, 
     assert post(env, "chat/completions", model="caller", messages=turns, max_tokens=1)["usage"]["prompt_tokens"] == size
     own = post(env, "chat/completions", messages=turns, max_tokens=1)["usage"]["prompt_tokens"]
     assert own > size
+
+
+def test_messages_have_the_tokens_of_the_tinker_api(env: dict[str, str]) -> None:
+    tokenizer = load_tokenizer(env["TOKENIZER"])
+    tokens = tokenizer.encode("the band", add_special_tokens=False)
+    with ServiceClient(base_url=env["TINKER_BASE_URL"], api_key=env["TINKER_API_KEY"]) as service:
+        sampler = service.create_sampling_client(base_model="tiny")
+        params = SamplingParams(max_tokens=20, temperature=0)
+        native = sampler.sample(ModelInput.from_ints(tokens), 1, params).result(60).sequences[0]
+    turns = [{"role": "user", "content": "the band"}]
+    answer = post(env, "messages", model="caller", messages=turns, max_tokens=20, temperature=0)
+    text = "".join(block["text"] for block in answer["content"])
+    assert text == tokenizer.decode(native.tokens, skip_special_tokens=True)
+    assert answer["usage"]["output_tokens"] == len(native.tokens)
+    assert answer["stop_reason"] == {"length": "max_tokens", "stop": "end_turn"}[native.stop_reason]
+
+
+def test_a_message_that_must_call_a_tool_does(env: dict[str, str]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"at": {"enum": [1, 2]}},
+        "required": ["at"],
+        "additionalProperties": False,
+    }
+    tools = [{"name": name, "input_schema": schema, "strict": True} for name in ("look", "go")]
+    turns = [{"role": "user", "content": "x"}]
+    choice = {"type": "tool", "name": "go"}
+    answer = post(env, "messages", model="caller", messages=turns, tools=tools, tool_choice=choice, max_tokens=99)
+    (block,) = answer["content"]
+    assert (block["type"], block["name"], answer["stop_reason"]) == ("tool_use", "go", "tool_use")
+    assert block["input"]["at"] in (1, 2)
+
+
+def test_tokens_from_the_prefix_cache_are_counted_apart(env: dict[str, str]) -> None:
+    asked = {"model": "caller", "messages": [{"role": "user", "content": "one two three " * 20}]}
+    size = post(env, "messages/count_tokens", **asked)["input_tokens"]
+    first, second = (post(env, "messages", **asked, max_tokens=2)["usage"] for _ in range(2))
+    assert first["input_tokens"] == size
+    assert second["cache_read_input_tokens"] > 0
+    assert second["input_tokens"] + second["cache_read_input_tokens"] == size

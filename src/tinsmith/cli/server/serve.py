@@ -35,7 +35,7 @@ NEEDS_SERVER = "the server is not installed; pip install 'tinsmith[server]'"
     "aliases",
     multiple=True,
     metavar="NAME=MODEL",
-    help="Name for a base model or tinker:// path, for OpenAI clients. Repeatable.",
+    help="Name for a base model or tinker:// path, for OpenAI and Anthropic clients. Repeatable.",
 )
 @click.option(
     "--chat-template",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeAlias
@@ -30,6 +31,8 @@ TOOL_FORMS: tuple[tuple[str, ToolForm], ...] = (
     ('{"name": function name, "parameters"', "llama"),
 )
 """What a template says about calls, and the form in which its model then writes them."""
+CALL_ENDS: Mapping[ToolForm, str] = {"hermes": "</tool_call>"}
+"""Where a call ends, in forms that mark it. Another call would follow."""
 OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "return_dict"})
 """Variables of a template that a client cannot set by chat_template_kwargs."""
 PROBE = "\u2063probe\u2063"
@@ -46,6 +49,9 @@ class ChatPrompt:
     thinking: Thinking = "none"
     tool_form: ToolForm = "none"
     output_format: OutputFormat | None = None
+    """The form of the whole answer. A model whose answer has one does not think: there is no room for it."""
+    call_end: str | None = None
+    """What ends an answer that may have one call only."""
 
 
 def chat_prompt(request: wire.ChatRequest, tokenizer: Tokenizer, template_file: str | None) -> ChatPrompt:
@@ -60,12 +66,14 @@ def chat_prompt(request: wire.ChatRequest, tokenizer: Tokenizer, template_file: 
     text = _rendered(tokenizer, template, messages, tools, options)
     form: ToolForm = _tool_form(source) if tools else "none"
     is_forced = tools is not None and request.tool_choice not in (None, "auto")
+    output = _call_format(request, tools) if is_forced and tools is not None else _output_format(request)
     return ChatPrompt(
         text=text,
         turn_end=_turn_end(tokenizer, template),
-        thinking=_thinking(source, text, tokenizer),
+        thinking="none" if output is not None else _thinking(source, text, tokenizer),
         tool_form="forced" if is_forced else form,
-        output_format=_call_format(request, tools) if is_forced and tools is not None else _output_format(request),
+        output_format=output,
+        call_end=CALL_ENDS.get(form) if request.parallel_tool_calls is False else None,
     )
 
 

@@ -143,6 +143,8 @@ class PromptReading(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):
     """Whether the model thinks before it answers: never, between marks, or from its first token on."""
     tool_form: Literal["none", "hermes", "llama", "mistral", "forced"] = "none"
     """How the model writes calls of tools; `forced`: the whole answer is the JSON of a call."""
+    is_one_call: bool = False
+    """Whether an answer has one call at most."""
 
 
 class CountQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="count"):

@@ -29,7 +29,6 @@ from tinsmith.wire.messages import openai as chat
 ERROR_MARK = "Error: "
 """Chat templates do not know failed calls, so the text of a failure says it."""
 NAMES = (
-    ("parallel_tool_calls", "tool_choice.disable_parallel_tool_use"),
     ("response_format.json_schema", "output_config.format"),
     ("prompt", "messages"),
     ("stop", "stop_sequences"),
@@ -78,6 +77,8 @@ def _prompt(
     prefill = _prefill(request.messages)
     prompt = chat_prompt(made, tokenizer, template_file)
     thinking = request.thinking.type if request.thinking is not None else None
+    if thinking == "enabled" and prompt.output_format is not None:
+        _refuse("thinking", "cannot be enabled while tool_choice or output_config.format fixes the form of the answer")
     if thinking == "enabled" and prompt.thinking == "none":
         _refuse("thinking", "this model does not think; leave it out")
     if thinking == "disabled" and prompt.thinking == "begun":
@@ -90,15 +91,9 @@ def _prompt(
 
 
 def _check_thinking(request: wire.MessagesRequest) -> None:
-    thinking, choice = request.thinking, request.tool_choice
-    if thinking is None or thinking.type != "enabled":
-        return
-    if thinking.budget_tokens is not None and thinking.budget_tokens >= request.max_tokens:
-        _refuse("thinking.budget_tokens", f"{thinking.budget_tokens} is not less than max_tokens, {request.max_tokens}")
-    if choice is not None and choice.type in ("any", "tool"):
-        _refuse(
-            "tool_choice", f"a model that thinks cannot be forced to call a tool; {choice.type!r} needs it disabled"
-        )
+    budget = request.thinking.budget_tokens if request.thinking is not None else None
+    if budget is not None and budget >= request.max_tokens:
+        _refuse("thinking.budget_tokens", f"{budget} is not less than max_tokens, {request.max_tokens}")
 
 
 def _renamed(error: InvalidInputError) -> InvalidInputError:
@@ -207,6 +202,8 @@ def _blocks(content: wire.Content, where: str) -> Iterator[tuple[wire.ContentBlo
     if isinstance(content, str):
         yield wire.ContentBlock(type="text", text=content), where
         return
+    if not content:
+        _refuse(where, "is empty; send a string, or blocks")
     for index, block in enumerate(content):
         yield block, f"{where}[{index}]"
 

@@ -113,8 +113,6 @@ def chat_reading(
         _refuse("modalities", f"{request.modalities} is not allowed; the models here write text")
     if request.top_logprobs is not None and not request.logprobs:
         _refuse("top_logprobs", "is set but logprobs is not; set logprobs to true")
-    if request.parallel_tool_calls is False:
-        _refuse("parallel_tool_calls", "false cannot be enforced; leave it out, and use the first call")
     most = request.max_tokens if request.max_tokens is not None else request.max_completion_tokens
     draws = {"topk_sample_logprobs": request.top_logprobs or 0}
     params = _params(request, most, tokenizer, prompt)
@@ -128,6 +126,7 @@ def chat_reading(
         stops=_stops(request),
         thinking=prompt.thinking,
         tool_form=prompt.tool_form,
+        is_one_call=request.parallel_tool_calls is False,
     )
 
 
@@ -163,7 +162,7 @@ def prompt_tokens(prompt: str | list[int], card: ModelCard, tokenizer: Tokenizer
 def _params(
     request: wire.Sampled, max_tokens: int | None, tokenizer: Tokenizer, prompt: ChatPrompt | None
 ) -> SamplingParams:
-    stops = _stops(request)
+    stops = _stops(request) + ([prompt.call_end] if prompt is not None and prompt.call_end is not None else [])
     texts = [stop for stop in stops if tokenizer.special_id(stop) is None]
     ends = [found for stop in stops if (found := tokenizer.special_id(stop)) is not None]
     ends += request.stop_token_ids or []

@@ -22,7 +22,7 @@ ROTATE_S = 3600.0
 """How long one session is used."""
 LEAVE_S = 60.0
 """How long a request may take from learning its session to submitting its samples."""
-NAME = "OpenAI-compatible requests"
+NAME = "Requests of OpenAI and Anthropic clients"
 
 
 class CallerSessions:

@@ -52,6 +52,7 @@ class ChatParts:
 
     def __init__(self, reading: PromptReading) -> None:
         self._form = reading.tool_form
+        self._most = 1 if reading.is_one_call else None
         self._take: Callable[[Delta], bool] = {
             "none": self._content,
             "marked": self._start,
@@ -77,7 +78,7 @@ class ChatParts:
         if self._take == self._thought:
             delta.reasoning = text.rstrip()
         elif self._take == self._calls:
-            delta.calls = calls_in(self._form, text)
+            delta.calls = calls_in(self._form, text)[: self._most]
             delta.content = "" if delta.calls else text
         else:
             delta.content = text

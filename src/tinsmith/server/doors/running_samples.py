@@ -138,7 +138,7 @@ def response_of(outcome: Outcome | None) -> SampleResponse:
     return proto_sampling.decode_response(outcome.body)
 
 
-def event_stream(pieces: AsyncGenerator[bytes, None], request_id: str) -> StreamAnswer:
-    """Return server-sent events as an answer."""
-    headers = {"cache-control": "no-store", REQUEST_ID_HEADER: request_id}
+def event_stream(pieces: AsyncGenerator[bytes, None], request_id: str, header: str = REQUEST_ID_HEADER) -> StreamAnswer:
+    """Return server-sent events as an answer, with the request's id in a header."""
+    headers = {"cache-control": "no-store", header: request_id}
     return StreamAnswer(pieces=pieces, content_type="text/event-stream; charset=utf-8", headers=headers)

@@ -23,6 +23,9 @@ from tinsmith.server.services import Services
 from tinsmith.wire.messages.anthropic import TokenCount
 from tinsmith.wire.routes.anthropic import ANTHROPIC_PREFIXES
 
+ID_HEADER = "request-id"
+"""Where Anthropic's clients look for the id of a request."""
+
 
 async def messages(services: Services, call: Call) -> AnyAnswer:
     """The next message of a conversation."""
@@ -34,9 +37,9 @@ async def messages(services: Services, call: Call) -> AnyAnswer:
         model=running.target.name,
     )
     if running.reading.is_stream:
-        return event_stream(_stream(services, form, running.samples), form.request_id)
+        return event_stream(_stream(services, form, running.samples), form.request_id, ID_HEADER)
     (response,) = await results(services, call, running.samples)
-    return Answer(await asyncio.to_thread(whole_message, form, response))
+    return Answer(await asyncio.to_thread(whole_message, form, response), headers={ID_HEADER: form.request_id})
 
 
 async def count_tokens(services: Services, call: Call) -> Answer:
