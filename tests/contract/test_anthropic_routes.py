@@ -154,6 +154,18 @@ def test_an_answer_is_blocks_and_says_why_it_ended(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_a_stream_has_the_tokens_that_come_with_the_result_only(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, backend=Scripted(tmp_path / "t", "one two")) as server:
+            ann = await server.client()
+            assert isinstance(server.backend, Scripted)
+            for kept in (3, 0):
+                server.backend.events = list(server.backend.events)[:kept]
+                assert answered(await message(ann, stream=True))["content"][0]["text"] == "one two"
+
+    run(scenario())
+
+
 def test_an_answer_that_is_too_long_says_so(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, backend=backend(tmp_path / "t")) as server:

@@ -12,11 +12,23 @@ from typing import Any
 
 import pytest
 from support.doors import ask, send
-from support.in_process import BASE, Answer, Client, begun, forward_backward, optim_step, run, serving, settled, until
+from support.in_process import (
+    BASE,
+    Answer,
+    BreakableStore,
+    Client,
+    begun,
+    forward_backward,
+    optim_step,
+    run,
+    serving,
+    settled,
+    until,
+)
 from support.openai_server import TEMPLATE, Scripted, backend, chat, chunks, complete, write_tokenizer
 
 from tinsmith.engine.protocol import Sample
-from tinsmith.server.doors.caller_session import LEAVE_S, ROTATE_S
+from tinsmith.server.dialects.caller_session import LEAVE_S, ROTATE_S
 from tinsmith.store.rows import CountRow, SessionRow
 from tinsmith.text.tokenizer import load_tokenizer
 from tinsmith.wire.codecs.proto_sampling import decode_response
@@ -236,8 +248,9 @@ def test_special_tokens_stop_a_sample_and_are_no_text(tmp_path: Path) -> None:
                 job = server.backend.submitted[-1]
                 assert isinstance(job, Sample)
                 assert json.loads(job.body)["sampling_params"]["stop"] == [token]
-            body = (await chat(ann, max_tokens=3000, seed=1)).json
-            assert body["choices"][0]["finish_reason"] == "stop", "the template's end of a turn ends it"
+            answer = await chat(ann, max_tokens=3000, seed=1, logprobs=True)
+            last = answer.json["choices"][0]["logprobs"]["content"][-1]
+            assert last["token"] == "<|im_end|>", "what the template writes after a turn ends it"
 
     run(scenario())
 
@@ -346,6 +359,51 @@ def test_a_template_without_tools_takes_none(tmp_path: Path) -> None:
         async with serving(tmp_path, backend=Scripted(tmp_path / "t", "x", template=template)) as server:
             refused = await chat(await server.client(), tools=[TOOL])
             assert (refused.status, refused.json["error"]["param"]) == (400, "tools")
+
+    run(scenario())
+
+
+def test_a_model_without_template_takes_no_chats(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        recorder = backend(tmp_path / "t")
+        write_tokenizer(tmp_path / "t", None)
+        async with serving(tmp_path, backend=recorder) as server:
+            refused = await chat(await server.client())
+            assert (refused.status, refused.json["error"]["param"]) == (400, "messages")
+            assert "--chat-template" in refused.json["error"]["message"]
+
+    run(scenario())
+
+
+def test_requests_go_on_after_a_restart(tmp_path: Path) -> None:
+    """A sample that was accepted before it is finished after it, though nobody waits; new requests work at once."""
+
+    async def scenario() -> None:
+        store, forever = BreakableStore(), asyncio.Event()
+        await store.open()
+
+        async def held(job: Any) -> None:
+            if isinstance(job, Sample):
+                await forever.wait()
+
+        async with serving(tmp_path, backend=backend(tmp_path / "t", hold=held), store=store) as server:
+            ann = await server.client()
+            asking = asyncio.create_task(complete(ann))
+            await until(lambda: server.services.broker.count())
+            key = ann.key
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        async with serving(tmp_path, backend=backend(tmp_path / "t"), store=store) as server:
+            again = Client(server, key)
+            assert (await complete(again)).status == 200
+            await until(lambda: not server.services.broker.count())
+            assert len((await again.get("sessions")).json["sessions"]) == 2
+            server.clock.advance(server.services.config.session_timeout_s + 1)
+            await complete(again)
+            await server.sweep()
+            rows = await server.rows(SessionRow, "sessions_active")
+            assert len(rows) == 1, "the session of the process before has expired"
+        await store.close()
 
     run(scenario())
 

@@ -34,8 +34,8 @@ from tinsmith.server.checkpoints.disk_budget import DiskBudget
 from tinsmith.server.checkpoints.file_work import FileWork
 from tinsmith.server.checkpoints.saves import Saves
 from tinsmith.server.data_dir import Files
-from tinsmith.server.doors.caller_session import CallerSessions
-from tinsmith.server.doors.vocabulary import Vocabularies
+from tinsmith.server.dialects.caller_session import CallerSessions
+from tinsmith.server.dialects.vocabulary import Vocabularies
 from tinsmith.server.http import errors
 from tinsmith.server.http.endpoint import Endpoint, fault, refusal
 from tinsmith.server.jobs.job import RequestIds, Work

@@ -21,8 +21,8 @@ from tinsmith.server.checkpoints.disk_budget import DiskBudget
 from tinsmith.server.checkpoints.file_work import FileWork
 from tinsmith.server.checkpoints.saves import Saves
 from tinsmith.server.data_dir import Files
-from tinsmith.server.doors.caller_session import CallerSessions
-from tinsmith.server.doors.vocabulary import Vocabularies
+from tinsmith.server.dialects.caller_session import CallerSessions
+from tinsmith.server.dialects.vocabulary import Vocabularies
 from tinsmith.server.jobs.digests import Hasher
 from tinsmith.server.jobs.lifecycle import Jobs
 from tinsmith.server.jobs.pending_results import Broker

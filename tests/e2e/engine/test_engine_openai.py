@@ -53,6 +53,12 @@ def test_tokens_and_logprobs_are_those_of_the_tinker_api(env: dict[str, str]) ->
     assert echoed["text"] == "the band"
 
 
+def test_the_cached_part_of_a_prompt_is_told(env: dict[str, str]) -> None:
+    usages = [post(env, "completions", prompt="and the band " * 20, max_tokens=2)["usage"] for _ in range(2)]
+    first, second = (usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+    assert 0 <= first < second < usages[1]["prompt_tokens"]
+
+
 def test_strings_and_special_tokens_stop_together(env: dict[str, str]) -> None:
     special = load_tokenizer(env["TOKENIZER"]).special_texts()[0]
     plain = post(env, "completions", prompt="the", max_tokens=60, seed=1, stop=["\x00never"])

@@ -246,7 +246,8 @@ class Sampler:
                 self._enqueue(state)
 
     def _pending_masks(self) -> list[Future[Any]]:
-        return [mask for sequence in self._running if (mask := sequence.mask) is not None and not mask.done()]
+        constrained = [sequence for sequence in self._running if sequence.state.grammar is not None]
+        return [mask for sequence in constrained if (mask := sequence.mask) is not None and not mask.done()]
 
     def _await_masks(self) -> None:
         """Give masks that are nearly ready the time to join this step."""

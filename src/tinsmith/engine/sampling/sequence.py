@@ -37,10 +37,11 @@ class JobState:
     grammar: Grammar | None = None
     """What the samples must look like; set before the job's first step."""
 
-    @property
-    def rule(self) -> DrawRule:
+    rule: DrawRule = field(init=False)
+
+    def __post_init__(self) -> None:
         params = self.job.request.sampling_params
-        return DrawRule(params.temperature, params.top_k, params.top_p, params.min_p or 0.0)
+        self.rule = DrawRule(params.temperature, params.top_k, params.top_p, params.min_p or 0.0)
 
     @property
     def is_done(self) -> bool:
@@ -127,7 +128,7 @@ class Sequence:
     @property
     def is_ready(self) -> bool:
         """Return whether a token can be drawn as soon as the model has computed its logits."""
-        return (mask := self.mask) is None or mask.done()
+        return self.state.grammar is None or (mask := self.mask) is None or mask.done()
 
     def changes(self) -> RowChanges | None:
         """Return how the logits of the next token are changed; None: not at all."""

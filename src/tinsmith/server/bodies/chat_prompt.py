@@ -57,7 +57,7 @@ class ChatPrompt:
 def chat_prompt(request: wire.ChatRequest, tokenizer: Tokenizer, template_file: str | None) -> ChatPrompt:
     """Render a conversation; raise InvalidInputError if the template cannot."""
     template = _read(template_file) if template_file is not None else None
-    source = template if template is not None else tokenizer.template_for(has_tools=bool(request.tools))
+    source = template if template is not None else _own_template(tokenizer, has_tools=bool(request.tools))
     tools = _tools(request, source)
     options = dict(request.chat_template_kwargs or {})
     for name in sorted(OWN_VARIABLES & options.keys()):
@@ -86,6 +86,15 @@ def _read(path: str) -> str:
         raise InvalidInputError(
             f"chat template: the operator's file cannot be read ({type(error).__name__})", field="chat_template"
         ) from None
+
+
+def _own_template(tokenizer: Tokenizer, *, has_tools: bool) -> str:
+    try:
+        return tokenizer.template_for(has_tools=has_tools)
+    except InvalidInputError:
+        _refuse(
+            "messages", "this model has no chat template; start the server with --chat-template, or use completions"
+        )
 
 
 def _rendered(

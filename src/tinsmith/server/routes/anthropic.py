@@ -1,7 +1,7 @@
 """The Anthropic-compatible endpoints: the next message of a conversation, and how many tokens one has.
 
 A request becomes a sample (`bodies/read_anthropic`), which is accepted like any other, and its tokens become the answer
-(`doors`). A client that leaves takes its sample with it.
+(`dialects`). A client that leaves takes its sample with it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import cast
 from tinsmith.errors import TinkerError
 from tinsmith.server.bodies.questions import CountQuestion, CountReading
 from tinsmith.server.call import Answer, AnyAnswer, Call, Handlers, reply
-from tinsmith.server.doors.anthropic_answer import PING, MessageEvents, MessageForm, whole_message
-from tinsmith.server.doors.running_samples import begin_samples, event_stream, response_of, results, target_of
-from tinsmith.server.doors.targets import template_of
+from tinsmith.server.dialects.anthropic_answer import PING, MessageEvents, MessageForm, whole_message
+from tinsmith.server.dialects.running_samples import begin_samples, event_stream, response_of, results, target_of
+from tinsmith.server.dialects.targets import template_of
 from tinsmith.server.http import errors
 from tinsmith.server.jobs.follow import Followed, SampleEnd, follow
 from tinsmith.server.services import Services

@@ -1,7 +1,7 @@
 """The OpenAI-compatible endpoints: completions, chat completions, and the models to ask for.
 
 A request becomes samples (`bodies/read_openai`), which are accepted like any others, and their tokens become the answer
-(`doors`). A client that leaves takes its samples with it.
+(`dialects`). A client that leaves takes its samples with it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import AsyncGenerator, Sequence
 
 from tinsmith.errors import InvalidInputError, TinkerError
 from tinsmith.server.call import Answer, AnyAnswer, Call, Handlers, reply
-from tinsmith.server.doors.openai_answer import DONE, AnswerForm, ChunkedChoice, Kind, usage_chunk, whole_answer
-from tinsmith.server.doors.running_samples import begin_samples, event_stream, response_of, results
-from tinsmith.server.doors.targets import described, find_target, list_models
+from tinsmith.server.dialects.openai_answer import DONE, AnswerForm, ChunkedChoice, Kind, usage_chunk, whole_answer
+from tinsmith.server.dialects.running_samples import begin_samples, event_stream, response_of, results
+from tinsmith.server.dialects.targets import described, find_target, list_models
 from tinsmith.server.http import errors
 from tinsmith.server.jobs.follow import Followed, SampleEnd, follow
 from tinsmith.server.services import Services

@@ -1,7 +1,7 @@
 """The routes that clients of Anthropic call, under the two paths at which they look for them.
 
 They are declared like all others, and differ in the form of their errors (`dialect`). `wire/messages/anthropic.py` has
-their bodies. Answers are Anthropic's, and `server/doors` makes them.
+their bodies. Answers are Anthropic's, and `server/dialects` makes them.
 """
 
 from __future__ import annotations

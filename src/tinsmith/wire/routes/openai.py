@@ -1,7 +1,7 @@
 """The routes that clients of OpenAI call, under the two paths at which they look for them.
 
 They are declared like all others, and differ in the form of their errors (`dialect`). `wire/messages/openai.py` has
-their bodies. Answers are OpenAI's, and `server/doors` makes them.
+their bodies. Answers are OpenAI's, and `server/dialects` makes them.
 """
 
 from __future__ import annotations

@@ -224,6 +224,34 @@ def test_a_grammar_that_turns_out_too_complex_fails_its_own_request_only(model: 
     assert set(finish(sampler)) == {"bad"}
 
 
+def test_others_do_not_wait_for_a_mask_that_takes_long(model: Any) -> None:
+    sampler = make_sampler(model)
+    words = OutputFormat(type="regex", schema="[a-z]{30}")
+    sampler.add(job("slow", prompt(8), max_tokens=20, output_format=words))
+    sampler.add(job("other", prompt(9), max_tokens=100, stop=[]))
+    drawn: list[str] = []
+
+    def step() -> None:
+        drawn.extend(event.job_id for event in sampler.step().events if isinstance(event, NewToken))
+
+    while drawn.count("slow") < 2:
+        step()
+    gate = threading.Event()
+    sampler._grammars._thread.submit("someone", lambda: gate.wait(60))
+    step()  # the mask of this token may have been ready; those of later ones are not
+    step()
+    drawn.clear()
+    for _ in range(3):
+        step()
+    assert drawn == ["other"] * 3
+    gate.set()
+    answers = finish(sampler)
+    assert len(answers["slow"].sequences[0].tokens) >= 6
+    alone = make_sampler(model)
+    alone.add(job("slow", prompt(8), max_tokens=20, output_format=words))
+    assert bits(finish(alone)["slow"]) == bits(answers["slow"])
+
+
 def test_a_request_can_be_cancelled_while_its_grammar_compiles(model: Any) -> None:
     sampler = make_sampler(model)
     sampler.add(job("a", prompt(8), max_tokens=20, output_format=SCHEMA))
@@ -312,8 +340,10 @@ def is_valid(value: Any, schema: dict[str, Any]) -> bool:
         case "integer":
             return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
         case "string":
-            is_long_enough = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 99)
-            return isinstance(value, str) and is_long_enough and bool(re.search(schema.get("pattern", ""), value))
+            if not isinstance(value, str):
+                return False
+            fits = schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", 99)
+            return fits and bool(re.search(schema.get("pattern", ""), value))
         case "array":
             fits = isinstance(value, list) and len(value) <= schema["maxItems"]
             return fits and all(is_valid(each, schema["items"]) for each in value)

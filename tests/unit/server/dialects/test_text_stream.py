@@ -12,8 +12,8 @@ from support.openai_server import write_tokenizer
 
 from tinsmith.server.bodies.questions import VocabularyReading
 from tinsmith.server.bodies.read_openai import read_vocabulary
-from tinsmith.server.doors.text_stream import TextStream, held_back
-from tinsmith.server.doors.vocabulary import Vocabulary
+from tinsmith.server.dialects.text_stream import TextStream, held_back
+from tinsmith.server.dialects.vocabulary import Vocabulary
 from tinsmith.text.tokenizer import load_tokenizer
 
 

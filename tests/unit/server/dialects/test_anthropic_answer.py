@@ -13,8 +13,8 @@ from support.anthropic_server import answered, events
 from support.in_process import Answer
 
 from tinsmith.server.bodies.questions import PromptReading, PromptSample, SampleReading, VocabularyReading
-from tinsmith.server.doors.anthropic_answer import MessageEvents, MessageForm, whole_message
-from tinsmith.server.doors.vocabulary import Vocabulary
+from tinsmith.server.dialects.anthropic_answer import MessageEvents, MessageForm, whole_message
+from tinsmith.server.dialects.vocabulary import Vocabulary
 from tinsmith.wire.messages.sampling import SampledSequence, SampleResponse
 
 BYTES = Vocabulary(

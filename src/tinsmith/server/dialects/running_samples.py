@@ -1,6 +1,6 @@
 """The samples of one request of another service's client: read, accepted like any others, and waited for.
 
-The same for all doors. What differs is the form of the request, which a reader process knows, and that of the answer.
+The same for all dialects. What differs is the form of a request, which a reader process knows, and that of the answer.
 A client that leaves takes its samples with it.
 """
 
@@ -14,12 +14,12 @@ from typing import Literal, TypeAlias, cast
 
 import msgspec
 
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import InvalidInputError, WireError
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.bodies.questions import HeadQuestion, HeadReading, PromptQuestion, PromptReading
 from tinsmith.server.call import Call, StreamAnswer
-from tinsmith.server.doors.targets import SampleTarget, find_target, sampler_of, template_of
-from tinsmith.server.doors.vocabulary import Vocabulary
+from tinsmith.server.dialects.targets import SampleTarget, find_target, sampler_of, template_of
+from tinsmith.server.dialects.vocabulary import Vocabulary
 from tinsmith.server.jobs.accept_sample import submit_sample
 from tinsmith.server.jobs.follow import Followed, SampleEnd, follow
 from tinsmith.server.jobs.pending_results import Outcome
@@ -30,7 +30,7 @@ from tinsmith.wire.codecs import proto_sampling
 from tinsmith.wire.messages.sampling import SampleResponse
 from tinsmith.wire.routes.own import REQUEST_ID_HEADER
 
-DoorKind: TypeAlias = Literal["completions", "chat", "messages"]
+RequestKind: TypeAlias = Literal["completions", "chat", "messages"]
 
 
 class SampleFailedError(RefusedError):
@@ -59,7 +59,7 @@ async def target_of(services: Services, call: Call) -> SampleTarget:
     return await find_target(services, call.caller, cast(HeadReading, head).model)
 
 
-async def begin_samples(services: Services, call: Call, kind: DoorKind) -> RunningSamples:
+async def begin_samples(services: Services, call: Call, kind: RequestKind) -> RunningSamples:
     """Read a request, and accept its samples."""
     target = await target_of(services, call)
     vocabulary = await services.vocabularies.of(target.card)
@@ -70,7 +70,7 @@ async def begin_samples(services: Services, call: Call, kind: DoorKind) -> Runni
     return RunningSamples(target=target, vocabulary=vocabulary, reading=reading, samples=samples)
 
 
-async def _read(services: Services, call: Call, kind: DoorKind, target: SampleTarget) -> PromptReading:
+async def _read(services: Services, call: Call, kind: RequestKind, target: SampleTarget) -> PromptReading:
     question = PromptQuestion(
         kind=kind,
         card=target.card,
@@ -118,7 +118,7 @@ async def results(services: Services, call: Call, samples: Sequence[Followed]) -
     try:
         await asyncio.wait({leaving, gathering}, return_when=asyncio.FIRST_COMPLETED)
         if not gathering.done():
-            raise SampleFailedError("the client left before the answer was complete")
+            raise WireError("the client disconnected before the answer was complete")
         await gathering
     finally:
         for task in (leaving, gathering):

@@ -97,7 +97,7 @@ async def list_models(services: Services, caller: Caller) -> list[ListedModel]:
         org_id=caller.org_id,
         user_id=caller.user_id,
         project_id=caller.project_id,
-        now=services.clock(),
+        after=services.clock(),
         limit=MAX_LISTED,
     )
     models = [base_model(card) for card in services.backend.cards() if card.sampleable]

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import msgspec
 
 from tinsmith.server.bodies.questions import PromptReading
-from tinsmith.server.doors.chat_parts import ChatParts, Delta, MadeCall
-from tinsmith.server.doors.text_stream import TextStream
-from tinsmith.server.doors.vocabulary import Vocabulary
+from tinsmith.server.dialects.chat_parts import ChatParts, Delta, MadeCall
+from tinsmith.server.dialects.text_stream import TextStream
+from tinsmith.server.dialects.vocabulary import Vocabulary
 from tinsmith.wire.messages.sampling import SampledSequence, SampleResponse
 
 Block = dict[str, Any]

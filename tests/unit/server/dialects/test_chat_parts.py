@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.server.bodies.questions import PromptReading
-from tinsmith.server.doors.chat_parts import ChatParts, Delta
+from tinsmith.server.dialects.chat_parts import ChatParts, Delta
 
 
 def parsed(text: str, cuts: list[int], **how: Any) -> Delta:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from tinsmith.server.bodies.questions import PromptReading
-from tinsmith.server.doors.text_stream import held_back
+from tinsmith.server.dialects.text_stream import held_back
 
 THINK, END_THINK = "<think>", "</think>"
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence, Set
 
-from tinsmith.server.doors.vocabulary import Vocabulary
+from tinsmith.server.dialects.vocabulary import Vocabulary
 
 
 class TextStream:
