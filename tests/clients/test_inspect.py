@@ -54,6 +54,11 @@ def test_a_task_with_tools(server: Served, place: Path, tuned: str) -> None:
     assert roles == ["user", "assistant", "tool", "assistant"]
 
 
+def test_a_prompt_that_does_not_fit_ends_the_sample(server: Served, place: Path, tuned: str) -> None:
+    log = evaluate(server, place, tuned, "novels")
+    assert log["samples"][0]["output"]["choices"][0]["stop_reason"] == "model_length"
+
+
 @pytest.mark.parametrize(("is_tuned", "mean"), [(True, 1.0), (False, 0.0)])
 def test_the_cookbooks_evaluators(is_tuned: bool, mean: float, server: Served, place: Path, tuned: str) -> None:
     output = Program("cookbook", place, server).run(

@@ -38,5 +38,9 @@ def test_structured_output(said: dict[str, Any]) -> None:
     assert set(parsed or {}) == ({"city", "size"} if finish == "stop" else set())
 
 
+def test_a_prompt_that_does_not_fit_is_its_own_error(said: dict[str, Any]) -> None:
+    assert said["refused"] == "OpenAIContextOverflowError"
+
+
 def test_text(said: dict[str, Any]) -> None:
     assert said["text"] == "See you"

@@ -112,3 +112,7 @@ def test_refusals_are_its_own_errors(said: dict[str, Any], attempt: str, kind: s
     raised = said["refused"][attempt]
     assert raised[:2] == [kind, status]
     assert says in raised[-1]
+
+
+def test_a_prompt_that_does_not_fit_has_the_code_that_programs_know(said: dict[str, Any]) -> None:
+    assert said["refused"]["long"][2] == "context_length_exceeded"

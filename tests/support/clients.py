@@ -35,6 +35,7 @@ OFFLINE = {
     "HF_DATASETS_OFFLINE": "1",
     "DO_NOT_TRACK": "1",
     "AXOLOTL_DO_NOT_TRACK": "1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "TINKER_TELEMETRY": "0",
 }
 

@@ -31,3 +31,9 @@ def greetings() -> Task:
 def sums() -> Task:
     samples = [Sample(input="Add 2 and 3", target="5")]
     return Task(dataset=MemoryDataset(samples, name="sums"), solver=[use_tools(add()), generate()], scorer=includes())
+
+
+@task
+def novels() -> Task:
+    samples = [Sample(input="a" * 1000, target="a")]
+    return Task(dataset=MemoryDataset(samples, name="novels"), solver=generate(), scorer=includes())

@@ -71,10 +71,18 @@ def text() -> str:
     return OpenAI(model=TUNED, temperature=0, max_tokens=40, max_retries=0).invoke(prompt)
 
 
+def refused() -> str:
+    """The class of what a prompt raises that does not fit."""
+    try:
+        return chat.invoke("a" * 1000).content
+    except Exception as error:
+        return type(error).__name__
+
+
 async def together() -> list:
     answers = await chat.abatch(["Hi", "Bye"])
     return [answer.content for answer in answers]
 
 
-steps = (invoked, streamed, tools, structured, text)
+steps = (invoked, streamed, tools, structured, text, refused)
 print(json.dumps({step.__name__: step() for step in steps} | {"together": asyncio.run(together())}))
