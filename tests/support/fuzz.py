@@ -73,8 +73,8 @@ DIALECT_IDS: dict[Dialect, dict[str, list[Any]]] = {
     "anthropic": ANTHROPIC_FITTING,
 }
 """What makes a request of other services' clients valid."""
-NOT_YET = ("readyz", "delete_run")
-"""Routes that say with a 503 that something is not over yet: the start of the engine, the last requests of a run."""
+NOT_YET = ("readyz",)
+"""Routes that say with a 503 that something has not begun yet: the engine."""
 
 TEXTS = ("", "\0", "../../secret", "tinker://a/weights/b", "a" * 600, "😀", "NaN", "null", "'--", "%00", "x" * 3000)
 NUMBERS = (0, 1, -1, 2, 31, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, 0.5, -0.0, 1e-320, 1e308)

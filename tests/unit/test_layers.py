@@ -100,7 +100,6 @@ IN_CIRCLES = {"tinsmith", "tinsmith.compat", "tinsmith.types"}
 OFFICIAL = {"tinker", "tinker_cookbook"}
 WITHOUT_UNIT_TESTS = {
     Path("cli/manage"),  # tests/e2e/test_cli_*.py call the commands against a server
-    Path("server/bodies"),  # tests/attacks and tests/contract/test_server_bodies.py
     Path("types"),  # names only; tests/unit/test_public_names.py
 }
 """Sub-packages whose tests are elsewhere."""

@@ -35,6 +35,12 @@ class Fault(msgspec.Struct, frozen=True, tag="fault"):
         return kinds[self.kind](self.text, field=self.field)
 
 
+class ReaderFailure(msgspec.Struct, frozen=True, tag="failure"):
+    """An exception that nobody expected; the process's log has its traceback."""
+
+    name: str
+
+
 class PassQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="pass"):
     """A forward or backward pass, to be checked against each of these models."""
 

@@ -155,7 +155,8 @@ def prompt_tokens(prompt: str | list[int], card: ModelCard, tokenizer: Tokenizer
     assert card.tokenizer_directory is not None
     most = min(card.max_context_length * _longest(card.tokenizer_directory), MAX_TEXT_BYTES)
     if len(text) > most:  # before tokenizing, which takes its time
-        _refuse("prompt", f"has {len(text)} bytes; at most {most} are tokenized for this model, so send token ids")
+        advice = "shorten the conversation" if is_whole else "send token ids"
+        _refuse("prompt", f"has {len(text)} bytes; at most {most} are tokenized for this model, so {advice}")
     return tokenizer.encode(text.decode(), add_special_tokens=not is_whole)
 
 

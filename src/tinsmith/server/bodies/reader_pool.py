@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from tinsmith.errors import LimitExceededError
-from tinsmith.server.bodies.questions import Fault, Question, Reading
+from tinsmith.server.bodies.questions import Fault, Question, ReaderFailure, Reading
 from tinsmith.server.bodies.read import NeedsProcessError, read
 from tinsmith.server.bodies.reader_process import HEAD, receive, send
 
@@ -35,7 +35,11 @@ READ_S = 60.0
 """A body that takes longer to decode is refused, and the process is replaced."""
 
 _questions = msgspec.msgpack.Encoder()
-_answers = msgspec.msgpack.Decoder(Reading | Fault)
+_answers = msgspec.msgpack.Decoder(Reading | Fault | ReaderFailure)
+
+
+class BodyReaderError(Exception):
+    """A reader process met an exception that it did not expect. The body is not to blame, and the client gets a 500."""
 
 
 class BodyReader:
@@ -44,7 +48,7 @@ class BodyReader:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, question: bytes, body: bytes) -> Reading | Fault:
+    def ask(self, question: bytes, body: bytes) -> Reading | Fault | ReaderFailure:
         """Return the answer. A process that died is replaced once: it may have been killed for another reason."""
         for is_last in (False, True):
             try:
@@ -62,7 +66,7 @@ class BodyReader:
             )
         )
 
-    def _exchange(self, question: bytes, body: bytes) -> Reading | Fault:
+    def _exchange(self, question: bytes, body: bytes) -> Reading | Fault | ReaderFailure:
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -75,7 +79,7 @@ class BodyReader:
             send(into, body)
         if not select.select([out], [], [], READ_S)[0]:
             raise TimeoutError
-        answer: Reading | Fault = _answers.decode(_reply(out))
+        answer: Reading | Fault | ReaderFailure = _answers.decode(_reply(out))
         return answer
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -145,6 +149,8 @@ class ReaderPool:
         answer = await asyncio.shield(asked)
         if isinstance(answer, Fault):
             raise answer.error()
+        if isinstance(answer, ReaderFailure):
+            raise BodyReaderError(f"reading a body failed with {answer.name}; its traceback is in the log")
         return answer
 
     def close(self) -> None:

@@ -10,11 +10,12 @@ import contextlib
 import os
 import signal
 import struct
+import traceback
 
 import msgspec
 
 from tinsmith.errors import InvalidInputError, LimitExceededError, WireError
-from tinsmith.server.bodies.questions import Fault, Question, Reading
+from tinsmith.server.bodies.questions import Fault, Question, ReaderFailure, Reading
 from tinsmith.server.bodies.read import read
 
 HEAD = struct.Struct("<QQ")
@@ -40,7 +41,7 @@ def main() -> None:
             send(out, HEAD.pack(len(reply), 0) + reply)
 
 
-def answer(question: bytes, body: bytes) -> Reading | Fault:
+def answer(question: bytes, body: bytes) -> Reading | Fault | ReaderFailure:
     try:
         return read(_questions.decode(question), body)
     except (InvalidInputError, WireError) as error:
@@ -49,6 +50,9 @@ def answer(question: bytes, body: bytes) -> Reading | Fault:
         return Fault.of(
             LimitExceededError("body: decoding it takes too much memory; send less in one request", field="body")
         )
+    except Exception as error:  # a mistake of ours, or a broken installation: not the fault of the body
+        traceback.print_exc()
+        return ReaderFailure(type(error).__name__)
 
 
 def bound_memory() -> None:
