@@ -68,8 +68,9 @@ LISTING: dict[str, tuple[str, ...]] = {
 """Commands that show what a server says, with arguments."""
 OTHERS = {
     "auth login", "auth logout", "chat", "checkpoint download", "checkpoint export", "checkpoint import",
-    "checkpoint push-hf", "clean", "completion", "demo", "doctor", "eval", "key create", "key list", "key revoke",
-    "run delete", "run kill", "run watch", "sample", "serve", "session export-trace", "stop", "train", "version",
+    "checkpoint push-hf", "clean", "completion", "connect", "demo", "doctor", "eval", "key create", "key list",
+    "key revoke", "run delete", "run kill", "run watch", "sample", "serve", "session export-trace", "stop",
+    "train", "version",
 }  # fmt: skip
 """Commands that ask, write files, train or run for ever; they print by the same functions."""
 

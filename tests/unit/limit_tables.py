@@ -6,7 +6,14 @@ import dataclasses
 from typing import NamedTuple
 
 from tinsmith.config import MB, ServerConfig
-from tinsmith.errors import InvalidInputError, LimitExceededError, RequestFailedError, TinkerError, WireError
+from tinsmith.errors import (
+    ContextLengthError,
+    InvalidInputError,
+    LimitExceededError,
+    RequestFailedError,
+    TinkerError,
+    WireError,
+)
 from tinsmith.server.data_dir import NAME
 from tinsmith.server.http.errors import STATUSES
 from tinsmith.server.refusals import NotReadyError, OverLimitError
@@ -62,6 +69,7 @@ REQUEST = [
     by("Compute time of one `forward_backward`", "max_job_device_s", RequestFailedError),
     by("Compute time of an uploaded loss in it", "max_loss_device_s", RequestFailedError),
     by("Samples of one prompt", "max_samples", InvalidInputError),
+    fixed("Prompt of a sample", "less than the model's context", ContextLengthError),
     fixed("Prompt and sample together; input of a datum", "the model's context"),
     fixed("Rank of an adapter", MAX_RANK),
     fixed("Stop sequences of a sample", limits.MAX_STOPS, WireError),

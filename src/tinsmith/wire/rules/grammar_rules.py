@@ -95,20 +95,29 @@ _FREE = '\n%llguidance {"no_forcing": true}\n'
 """Where only one text can follow, the library would choose its tokens; this leaves the choice to the model."""
 
 
+_SPACING = {"whitespace_pattern": r"( |\n {0,20})?"}
+"""White space between the parts of JSON: a space, or a new line with its indentation. Without a limit, models that want
+to write something else write blanks until their tokens are used up."""
+
+
 def _grammar(output: OutputFormat) -> str:
     """Return a format in the library's Lark dialect."""
     from llguidance import LLMatcher
 
     match output.type:
         case "json_object":
-            return 'start: %json {"type": "object"}' + _FREE
+            return _json_grammar({"type": "object"})
         case "json_schema":
-            return f"start: %json {json.dumps(_schema(output.schema))}{_FREE}"
+            return _json_grammar(_schema(output.schema))
         case "regex":
             made = json.loads(LLMatcher.grammar_from_regex(output.schema))
             return f"{made['grammars'][0]['lark_grammar']}{_FREE}"
         case "lark":
             return output.schema + _FREE
+
+
+def _json_grammar(schema: dict[str, Any]) -> str:
+    return f"start: %json {json.dumps({'x-guidance': _SPACING} | schema)}{_FREE}"
 
 
 def _schema(text: str) -> dict[str, Any]:
