@@ -138,7 +138,8 @@ def error_cell(error: type[TinkerError] | str | None) -> str:
         return error or ""
     if error is RequestFailedError:
         return f"`{error.__name__}`"
-    return f"{STATUSES[error]} `{error.code}`"
+    status = next(STATUSES[kind] for kind in error.__mro__ if kind in STATUSES)
+    return f"{status} `{error.code}`"
 
 
 def rows_of(rows: list[Limit]) -> list[tuple[str, ...]]:
