@@ -1,6 +1,6 @@
 # Development commands; `make` alone lists them.
 .DEFAULT_GOAL := help
-.PHONY: help setup check test wheel-test docs demo demo-rl bench torture soak fuzz mutants lines clean
+.PHONY: help setup check test clients wheel-test docs demo demo-rl bench torture soak fuzz mutants lines clean
 PY := .venv/bin/python
 # Three processes on two cores, because many tests wait. GOMP_SPINCOUNT keeps OpenMP threads that wait from using a core.
 PYTEST := GOMP_SPINCOUNT=1000 $(PY) -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
@@ -17,23 +17,26 @@ check: setup checked ## Check format, lint and types, and run the unit tests (ab
 	@$(PYTEST) tests/unit
 
 test: setup ## Run all tests: also against the official SDK and its cookbook, and end to end
-	@$(MAKE) --no-print-directory -j 3 checked platforms cookbook postgres kernels site
+	@$(MAKE) --no-print-directory -j 3 checked platforms cookbook small-clients postgres kernels site
 	@$(PYTEST) tests
 
-.PHONY: checked platforms cookbook postgres kernels site
+.PHONY: checked platforms cookbook small-clients postgres kernels site
 checked:
 	@.venv/bin/ruff format --check --quiet . || { echo "not formatted; run: .venv/bin/ruff format"; exit 1; }
 	@.venv/bin/ruff check --quiet .
 	@.venv/bin/mypy
 
 # What macOS lacks must not be used anywhere, and what Windows lacks not by the client.
-CLIENT := $(addprefix src/tinsmith/,cli client transport types wire) $(wildcard src/tinsmith/*.py)
+CLIENT := $(addprefix src/tinsmith/,cli client text transport types wire) $(wildcard src/tinsmith/*.py)
 platforms:
 	@.venv/bin/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	@.venv/bin/mypy --platform win32 --cache-dir .mypy_cache/win32 --follow-imports silent $(CLIENT)
 
 cookbook:
 	@tools/cookbook
+
+small-clients:
+	@tools/clients openai anthropic
 
 postgres:
 	@tools/postgres
@@ -46,6 +49,10 @@ site:
 
 docs: setup site ## Build the documentation into site/: searchable, with an API reference, readable offline
 
+clients: setup ## Install programs that others wrote, from lm-eval to axolotl, and run them against a server (minutes, 10 GB)
+	@tools/clients
+	@$(PY) -m pytest -q tests/clients
+
 wheel-test: setup ## Install the wheel (a new one, or WHEEL=FILE) into an empty environment; run the demo (minutes)
 	@PYTHONPATH=tests $(PY) -m support.wheel_trial $(WHEEL)
 
@@ -53,7 +60,7 @@ lines: ## Count lines of code per sub-package, with the change since main
 	@tools/lines
 
 clean: ## Delete the virtual environments and caches
-	rm -rf .venv .official .docs-venv .docs-build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .official .clients .docs-venv .docs-build site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 ## Try it
 demo: setup ## Fine-tune a small model on this machine; writes a report to tinsmith-demo/
@@ -68,6 +75,7 @@ bench: setup ## Run the benchmarks: client and wire, server, store, command line
 	@$(PY) bench/wire.py
 	@$(PY) bench/sdk.py
 	@$(PY) bench/server.py
+	@$(PY) bench/openai.py
 	@$(PY) bench/store.py
 	@$(PY) bench/cli.py
 	@$(PY) bench/engine.py

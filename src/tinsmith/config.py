@@ -298,6 +298,8 @@ _COUNTS = ("micro_batch_tokens", "prefill_tokens", "max_batch_sequences")
 """Settings of an engine that must be whole numbers."""
 _AMOUNTS = ("requests_per_minute", "lora_alpha")
 _LISTS = ("models", "allowed_hosts")
+_TABLES = ("aliases", "chat_templates")
+"""Settings that are NAME=VALUE pairs."""
 _PATHS = ("data_dir", "models_dir", "api_key_file", "tls_cert", "tls_key")
 _TEXTS = (
     "host",
@@ -450,6 +452,10 @@ class ServerConfig:
     scheduler_quantum_s: float = SCHEDULER_QUANTUM_S
     """Device seconds that each tenant gets per round while several compete. A lower value is fairer over short periods;
     a higher one switches less often."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Names for base models and `tinker://` paths, for other services' clients: a TOML table, or NAME=MODEL,..."""
+    chat_templates: Mapping[str, Path] = field(default_factory=dict)
+    """Chat templates for models, checkpoints or aliases (`""`: for all): a TOML table, or NAME=FILE,..."""
     client_flags: Mapping[str, bool] = field(default_factory=dict)
     """Overrides of the flags in client/config: a TOML table, or NAME=true,... in the environment."""
 
@@ -487,6 +493,18 @@ class ServerConfig:
                 raise TinkerError(f"{name} must be a whole number of at least 1, got {value!r}")
         if self.poll_s > 40:
             raise TinkerError(f"poll_s must be at most 40 (clients give up after 45 s), got {self.poll_s}")
+        for name in _TABLES:
+            table = getattr(self, name)
+            if not isinstance(table, Mapping) or not all(
+                isinstance(key, str) and isinstance(value, (str, Path)) for key, value in table.items()
+            ):
+                raise TinkerError(f"{name} must be a table of names and values, got {table!r}")
+        for alias, model in self.aliases.items():
+            if not alias or not model or alias == model:
+                raise TinkerError(f"aliases: {alias!r} must be a new name for a base model or a tinker:// path")
+        for file in self.chat_templates.values():
+            if not Path(file).is_file():
+                raise TinkerError(f"chat_templates: there is no file {file}")
         for name, value in self.client_flags.items():
             if not isinstance(value, bool):
                 raise TinkerError(f"client_flags.{name} must be true or false, got {value!r}")
@@ -538,6 +556,9 @@ class ServerConfig:
         for name in _LISTS:
             if isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
+        if isinstance(values.get("chat_templates"), Mapping):
+            files = values["chat_templates"].items()
+            values["chat_templates"] = {key: _absolute("chat_templates", file) for key, file in files}
         return cls(**values)
 
 
@@ -576,6 +597,8 @@ def _parsed(name: str, text: str) -> Any:
     """Parse a setting from the environment: a comma-separated list, a string, or a number."""
     if name in _LISTS:
         return tuple(part.strip() for part in text.split(",") if part.strip())
+    if name in _TABLES:
+        return dict(named(name, part) for part in text.split(",") if part.strip())
     if name == "client_flags":
         return dict(_flag(part) for part in text.split(",") if part.strip())
     if name in _TEXTS:
@@ -584,6 +607,16 @@ def _parsed(name: str, text: str) -> Any:
         return int(text) if text.lstrip("-").isdigit() else float(text)
     except ValueError:
         raise TinkerError(f"TINSMITH_{name.upper()} must be a number, got {text!r}") from None
+
+
+def named(setting: str, text: str) -> tuple[str, str]:
+    """Split NAME=VALUE. A chat template without a name is for all models."""
+    name, mark, value = text.strip().partition("=")
+    if setting == "chat_templates" and not mark:
+        return "", name
+    if not name or not value:
+        raise TinkerError(f"{setting}: expected NAME=VALUE, got {text.strip()!r}")
+    return name, value
 
 
 def _absolute(name: str, value: Any) -> Path:

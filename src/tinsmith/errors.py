@@ -4,6 +4,7 @@ TinkerError                         root of everything tinsmith raises on purpos
 ├── InvalidInputError (ValueError)  an argument is wrong; nothing was sent
 │   ├── UnknownFieldError (TypeError)     a field that the type does not have
 │   ├── MissingArgumentError (TypeError)  an argument that must be given
+│   ├── ContextLengthError                a prompt that fills the model's context
 │   └── UnknownLossInputError (KeyError)  a plain list under a key whose dtype is not known
 ├── MissingPackageError (ImportError)  a package that is needed is not installed
 ├── WireError (ValueError)          received bytes do not follow the protocol
@@ -125,6 +126,12 @@ class MissingArgumentError(InvalidInputError, TypeError):
     """An argument that has no default was not given."""
 
     code = "missing_argument"
+
+
+class ContextLengthError(InvalidInputError):
+    """The prompt leaves no room for a sample; shorten it."""
+
+    code = "context_length_exceeded"
 
 
 class UnknownLossInputError(InvalidInputError, KeyError):

@@ -15,7 +15,7 @@ from tinsmith.config import ServerConfig
 from tinsmith.server.bodies.read import MAX_CONTAINERS
 from tinsmith.wire.codecs import zstd
 from tinsmith.wire.routes.door import SMALL
-from tinsmith.wire.routes.own import OWN_ROUTES
+from tinsmith.wire.routes.served import SERVED_ROUTES
 from tinsmith.wire.routes.table import ROUTES, Route
 
 MB = 1024 * 1024
@@ -127,7 +127,7 @@ def test_a_body_that_takes_too_much_to_read_costs_its_sender_only(tmp_path: Path
 
 def test_settings_of_sizes_hold_for_every_route() -> None:
     config = ServerConfig()
-    for route in (*ROUTES, *OWN_ROUTES):
+    for route in SERVED_ROUTES:
         assert (route.door.body.max_unpacked_bytes or config.max_unpacked_bytes) <= 32 * MB
 
 

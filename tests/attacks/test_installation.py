@@ -21,7 +21,7 @@ from support.stores import postgres_stores, run
 
 from tinsmith.errors import StoreError, StoreTakenError
 from tinsmith.server.data_dir import Files
-from tinsmith.server.installation import FILE, Installation, MismatchError, judge, read_identity
+from tinsmith.server.ops.installation import FILE, Installation, MismatchError, judge, read_identity
 from tinsmith.server.process import TAKEN_EXIT
 from tinsmith.store.base import Found, FoundRuns, Identity, statement
 from tinsmith.store.memory import MemoryStore

@@ -4,6 +4,7 @@ ones."""
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -14,8 +15,9 @@ from typing import Any
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from support.in_process import API, Answer, Gate, Recorder, Server, serving
+from support.in_process import API, BASE, Answer, Gate, Recorder, Server, serving
 from support.loop_lag import Lag, watched_loop
+from support.openai_server import Scripted
 
 from tinsmith.config import ServerConfig
 from tinsmith.engine.protocol import ModelCard
@@ -25,8 +27,9 @@ from tinsmith.wire.codecs import zstd
 from tinsmith.wire.codecs.json_codec import encode
 from tinsmith.wire.codecs.proto_training import encode_request
 from tinsmith.wire.messages.training import ForwardBackwardInput, ForwardBackwardRequest
-from tinsmith.wire.routes.own import OWN_ROUTES, SAMPLE_RESULTS, SAMPLES
-from tinsmith.wire.routes.table import ROUTES, Route
+from tinsmith.wire.routes.own import SAMPLE_RESULTS, SAMPLES
+from tinsmith.wire.routes.served import SERVED_ROUTES
+from tinsmith.wire.routes.table import Route
 from tinsmith.wire.values.inputs import Datum, ModelInput
 
 MAX_S = 0.02
@@ -105,7 +108,7 @@ def held(tmp_path: Path) -> Any:
     return serving(tmp_path, backend=backend, poll_s=0.01)
 
 
-TAKES_BODY = [route for route in (*ROUTES, *OWN_ROUTES) if route.method in ("POST", "PUT")]
+TAKES_BODY = [route for route in SERVED_ROUTES if route.method in ("POST", "PUT")]
 
 
 @pytest.mark.parametrize("route", TAKES_BODY, ids=lambda route: route.name)
@@ -260,7 +263,7 @@ def test_no_scrape_holds_the_loop(tmp_path: Path) -> None:
 
     async def scenario() -> None:
         async with held(tmp_path) as server:
-            for route in (*ROUTES, *OWN_ROUTES):
+            for route in SERVED_ROUTES:
                 for status in (200, 400, 404, 429):
                     server.services.metrics.request(route.name, status, 0.1)
             with watched_loop() as lag:
@@ -268,3 +271,98 @@ def test_no_scrape_holds_the_loop(tmp_path: Path) -> None:
             assert seconds < MAX_S, where
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def openai_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Requests of OpenAI's clients that cost as much as they can, most of them valid."""
+    turn = {"role": "user", "content": "a"}
+    yield "a text that is too long", {"prompt": "ab " * (4 * MB)}
+    yield "a long text", {"prompt": " a" * (MB // 2)}
+    yield "a text without spaces", {"prompt": "ab" * (MB // 2)}
+    yield "many tokens", {"prompt": [97] * (3 * MB), "max_tokens": 1}
+    yield "many tokens, echoed", {"prompt": [97] * MB, "max_tokens": 1, "echo": True}
+    yield "many prompts", {"prompt": ["ab"] * 300_000}
+    yield "many stops", {"prompt": "a", "stop": ["x"] * 100_000}
+    yield "long stops", {"prompt": "a", "stop": ["ab" * 450, "abc" * 300, "b" * 900]}
+    yield "many biases", {"prompt": "a", "logit_bias": {str(token): 1 for token in range(100_000)}}
+    yield "a long answer", {"prompt": "a", "logprobs": 0}
+    yield "a long answer, streamed", {"prompt": "a", "logprobs": 0, "stream": True, "stop": ["never"]}
+    yield "many turns", {"messages": [turn] * 8000}
+    yield "too many turns", {"messages": [turn] * 500_000}
+    yield "a long turn", {"messages": [{"role": "user", "content": "{{ 'a' * 10**9 }}" + " é" * (MB // 4)}]}
+    yield "nested tools", {"messages": [turn], "tools": nested_lists(500)}
+    yield (
+        "a large schema",
+        {
+            "messages": [turn],
+            "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 50] * 8000}}},
+        },
+    )
+    yield "a long answer to a chat", {"messages": [turn], "logprobs": True, "stream": True}
+
+
+def anthropic_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
+    """The same of Anthropic's clients, whose messages are made of blocks."""
+    turn = {"role": "user", "content": "a"}
+    block = {"type": "text", "text": "a"}
+    call = {"type": "tool_use", "id": "x", "name": "f", "input": {"a": "b" * 1000}}
+    result = {"type": "tool_result", "tool_use_id": "x", "content": [block] * 1000}
+    tool = {"name": "f", "description": "d" * 1000, "input_schema": {"enum": ["a" * 50] * 1000}}
+    yield "many turns", {"messages": [turn] * 8000}
+    yield "too many turns", {"messages": [turn] * 500_000}
+    yield "many blocks", {"messages": [{"role": "user", "content": [block] * 1000}] * 300}
+    yield "many calls", {"messages": [turn, {"role": "assistant", "content": [call] * 1000}, turn]}
+    yield (
+        "large results",
+        {
+            "messages": [
+                turn,
+                {"role": "assistant", "content": [call]},
+                *[{"role": "user", "content": [result] * 10}] * 30,
+            ]
+        },
+    )
+    yield "a long text", {"messages": [turn], "system": " é" * (MB // 4)}
+    yield "a long beginning", {"messages": [turn, {"role": "assistant", "content": "ab " * (4 * MB) + "."}]}
+    yield "many tools", {"messages": [turn], "tools": [tool] * 200}
+    yield "a forced choice of many tools", {"messages": [turn], "tools": [tool] * 200, "tool_choice": {"type": "any"}}
+    yield (
+        "a nested input",
+        {"messages": [turn, {"role": "assistant", "content": [{**call, "input": {"a": nested_lists(500)}}]}, turn]},
+    )
+    yield "a long answer", {"messages": [turn]}
+    yield "a long answer, streamed", {"messages": [turn], "stream": True, "stop_sequences": ["never"]}
+
+
+def nested_lists(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def other_bodies() -> Iterator[tuple[str, str, bytes]]:
+    """Requests of other services' clients: what they are, where they go, and their bodies."""
+    for what, fields in openai_bodies():
+        path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
+        yield what, path, json.dumps({"model": BASE, **fields}).encode()
+    for what, fields in anthropic_bodies():
+        yield what, "/v1/messages", json.dumps({"model": BASE, "max_tokens": 10, **fields}).encode()
+        if "stream" not in fields:
+            yield what, "/v1/messages/count_tokens", json.dumps({"model": BASE, **fields}).encode()
+
+
+def test_no_request_of_other_services_clients_holds_the_loop(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        backend = Scripted(tmp_path / "tokenizer", "ab\n" * 10_000, max_context_length=4 * MB)
+        async with serving(tmp_path, backend=backend) as server:
+            ann = await server.client()
+            slow = {}
+            with watched_loop() as lag:
+                for what, path, body in other_bodies():
+                    seconds, where = await longest(lag, partial(ann.post, path, body))
+                    if seconds >= MAX_S:
+                        slow[path, what] = (round(seconds, 4), where)
+            assert slow == {}
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))

@@ -37,7 +37,7 @@ def test_what_is_outside_the_project_reads_as_missing(tmp_path: Path, scopes: tu
             for name, make in OF_SOMEBODY.items():
                 for question in make(theirs):
                     answer = await send(red, question)
-                    assert (answer.status, answer.json["code"]) == (404, "unknown_resource"), (name, answer)
+                    assert (answer.status, answer.error["code"]) == (404, "unknown_resource"), (name, answer)
             assert server.backend.submitted == before
 
     run(scenario())

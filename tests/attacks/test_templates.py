@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from support.server_process import environment
 
-from tinsmith.client.tokenizers import tokenizer
-from tinsmith.client.tokenizers.chat_template import render
-from tinsmith.client.tokenizers.template_sandbox import MAX_CHAT_CHARACTERS, MAX_STEPS, MAX_TEMPLATE_CHARACTERS, Meter
 from tinsmith.errors import InvalidInputError
+from tinsmith.text import tokenizer
+from tinsmith.text.chat_template import render
+from tinsmith.text.template_sandbox import MAX_CHAT_CHARACTERS, MAX_STEPS, MAX_TEMPLATE_CHARACTERS, Meter
 
 pytest.importorskip("jinja2")
 
@@ -93,8 +93,8 @@ HOSTILE = [
 
 PROGRAM = """
 import json, resource, sys
-from tinsmith.client.tokenizers import tokenizer
-from tinsmith.client.tokenizers.chat_template import render
+from tinsmith.text import tokenizer
+from tinsmith.text.chat_template import render
 from tinsmith.errors import InvalidInputError
 render("{{ 1 }}", {})
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

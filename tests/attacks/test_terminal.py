@@ -19,7 +19,7 @@ from support.server_process import ServerProcess
 from tinsmith import AdamParams, Datum, ModelInput, ServiceClient
 from tinsmith.cli import output
 from tinsmith.cli.main import main
-from tinsmith.printable import PrintableLines, one_line, printable
+from tinsmith.text.printable import PrintableLines, one_line, printable
 
 SOURCE = Path(output.__file__).parent
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp\u2066\x08\x7f\r[link=http://evil.example]x[/link][bold]y"
@@ -68,8 +68,9 @@ LISTING: dict[str, tuple[str, ...]] = {
 """Commands that show what a server says, with arguments."""
 OTHERS = {
     "auth login", "auth logout", "chat", "checkpoint download", "checkpoint export", "checkpoint import",
-    "checkpoint push-hf", "clean", "completion", "demo", "doctor", "eval", "key create", "key list", "key revoke",
-    "run delete", "run kill", "run watch", "sample", "serve", "session export-trace", "stop", "train", "version",
+    "checkpoint push-hf", "clean", "completion", "connect", "demo", "doctor", "eval", "key create", "key list",
+    "key revoke", "run delete", "run kill", "run watch", "sample", "serve", "session export-trace", "stop",
+    "train", "version",
 }  # fmt: skip
 """Commands that ask, write files, train or run for ever; they print by the same functions."""
 

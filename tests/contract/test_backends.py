@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 import pytest
-from support.backends import HARNESSES, Harness, is_alive
+from support.backends import HARNESSES, ONE, Harness, is_alive
 from support.jobs import Jobs, datum
 
 from tinsmith.engine.protocol import (
@@ -367,6 +367,96 @@ def test_streamed_tokens_add_up_to_the_result(run: Run) -> None:
             assert [token for event in mine for token in event.tokens] == row.tokens
             assert [value for event in mine for value in event.logprobs] == pytest.approx(row.logprobs)
             assert [event.stop_reason for event in mine] == [None] * (len(mine) - 1) + [row.stop_reason]
+
+    run(scenario)
+
+
+def test_streamed_tables_are_those_of_the_result(run: Run) -> None:
+    async def scenario(harness: Harness) -> None:
+        jobs = Jobs(harness.models[0])
+        events: list[TokenEvent] = []
+        asked = jobs.sample(PROBE, max_tokens=5, stop=[], num_samples=2, fields={"topk_sample_logprobs": 3})
+        done = await harness.backend.submit(asked, on_tokens=events.append)
+        for index, row in enumerate(decode_response(done.body).sequences):
+            assert row.topk_logprobs_np is not None
+            mine = [event for event in events if event.sample == index]
+            assert [
+                token for event in mine for token in event.topk_tokens
+            ] == row.topk_logprobs_np.token_ids.ravel().tolist()
+            listed = [value for event in mine for value in event.topk_logprobs]
+            assert listed == pytest.approx(row.topk_logprobs_np.logprobs.ravel().tolist())
+
+    run(scenario)
+
+
+def test_a_prompt_is_scored_without_a_sample(run: Run) -> None:
+    async def scenario(harness: Harness) -> None:
+        jobs = Jobs(harness.models[0])
+        scored, drawn = await results(
+            harness,
+            [jobs.sample(PROBE, max_tokens=count, stop=[], fields={"prompt_logprobs": True}) for count in (0, 1)],
+        )
+        response = decode_response(scored.body)
+        assert [(row.tokens, row.stop_reason) for row in response.sequences] == [([], "length")]
+        assert response.prompt_logprobs == decode_response(drawn.body).prompt_logprobs
+        assert scored.usage.sampled == 0
+
+    run(scenario)
+
+
+def test_stop_token_ids_end_a_sample_besides_its_stop_strings(run: Run) -> None:
+    async def scenario(harness: Harness) -> None:
+        jobs = Jobs(harness.models[0])
+        free = (await results(harness, [jobs.sample(PROBE, max_tokens=8, stop=[])]))[0]
+        tokens = decode_response(free.body).sequences[0].tokens
+        for stop in ([], ["never in it"]):
+            asked = jobs.sample(PROBE, max_tokens=8, stop=stop, stop_token_ids=[tokens[3]])
+            sequence = decode_response((await results(harness, [asked]))[0].body).sequences[0]
+            assert sequence.tokens == tokens[: tokens.index(tokens[3]) + 1]
+            assert sequence.stop_reason == "stop"
+
+    run(scenario)
+
+
+OWN_OPTIONS: dict[str, Any] = {
+    "min_p": 1.0,
+    "frequency_penalty": 2.0,
+    "presence_penalty": 2.0,
+    "repetition_penalty": 10.0,
+    "logit_bias": {66: 100.0},
+    "output_format": {"type": "regex", "schema": "[a-c]{3}"},
+}
+
+
+@pytest.mark.parametrize("option", OWN_OPTIONS)
+def test_an_option_of_our_own_has_an_effect_or_is_refused(run: Run, option: str) -> None:
+    async def scenario(harness: Harness) -> None:
+        jobs = Jobs(harness.models[0])
+        asked = {"max_tokens": 12, "stop": [], "seed": 3}
+        plain = (await results(harness, [jobs.sample(PROBE, **asked)]))[0]
+        changed = [jobs.sample(PROBE, **asked, **{option: OWN_OPTIONS[option]}) for _ in range(2)]
+        if harness.models[0] == ONE.name:  # the arithmetic of the tests has no distribution to change
+            with pytest.raises(JobFailedError, match=rf"^sampling_params\.{option}: ") as caught:
+                await results(harness, changed)
+            assert caught.value.category == "user"
+            return
+        first, again = await results(harness, changed)
+        assert first.body == again.body
+        assert decode_response(first.body).sequences[0].tokens != decode_response(plain.body).sequences[0].tokens
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "option", [{"min_p": 0.0}, {"frequency_penalty": 0.0, "presence_penalty": 0.0}, {"repetition_penalty": 1.0}]
+)
+def test_an_option_without_effect_changes_nothing(run: Run, option: dict[str, Any]) -> None:
+    async def scenario(harness: Harness) -> None:
+        jobs = Jobs(harness.models[0])
+        plain, same = await results(
+            harness, [jobs.sample(PROBE, max_tokens=6, stop=[], **params) for params in ({}, option)]
+        )
+        assert plain.body == same.body
 
     run(scenario)
 

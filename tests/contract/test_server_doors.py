@@ -56,8 +56,8 @@ def test_no_door_opens_without_a_good_key(tmp_path: Path) -> None:
                 for question in questions:
                     answer = await send(nobody, question)
                     assert answer.status == 401, (name, question, answer)
-                    assert answer.json["code"] == "not_authenticated"
-                    assert set(answer.json) == {"detail", "code"}
+                    assert answer.error["code"] == "not_authenticated"
+                    assert set(answer.error) == {"detail", "code"}
                     for secret in (world.session, world.request, credential):
                         assert not secret or secret not in answer.body.decode("latin-1")
             assert server.backend.submitted == before
@@ -83,7 +83,7 @@ def test_a_key_of_one_scope_opens_the_doors_that_name_it_and_no_others(
                     answer = await send(holder, question)
                     is_named = route.door.open_to == "everybody" or scope == "admin" or scope in route.door.scopes
                     if not is_named:
-                        assert (answer.status, answer.json["code"]) == (403, "not_allowed"), (route.name, answer)
+                        assert (answer.status, answer.error["code"]) == (403, "not_allowed"), (route.name, answer)
                         assert f"the key has: {scope}" in answer.detail
                     else:
                         assert answer.status not in (401, 403) or route is DOWNLOAD, (route.name, answer)
@@ -131,7 +131,7 @@ def test_what_is_anothers_reads_as_missing(tmp_path: Path, user: str) -> None:
                 for theirs, missing in zip(make(world), make(NOWHERE), strict=True):
                     answer, absent = await send(eve, theirs), await send(eve, missing)
                     assert answer.status == 404, (name, theirs, answer)
-                    assert answer.json["code"] == "unknown_resource"
+                    assert answer.error["code"] == "unknown_resource"
                     assert world.hidden(answer) == NOWHERE.hidden(absent), name
             assert server.backend.submitted == before
             assert await server.rows(JobRow, "jobs_of_lane_after", lane=world.model, seq=-1, limit=100) == jobs

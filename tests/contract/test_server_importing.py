@@ -211,7 +211,7 @@ def test_an_upload_that_is_not_what_was_said_is_refused(tmp_path: Path) -> None:
                 assert says in answer.detail
             if "optimizer.safetensors" in digests:
                 less = {name: digest for name, digest in digests.items() if name != "optimizer.safetensors"}
-                assert "and digests names" in (await upload(ann, {**whole, "digests": less})).detail
+                assert "but digests names" in (await upload(ann, {**whole, "digests": less})).detail
             assert "upload: nothing was uploaded" in (await upload(ben, whole)).detail, "it is Ann's"
             assert (await upload(ann, whole)).status == 200
 

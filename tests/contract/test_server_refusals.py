@@ -227,7 +227,11 @@ SAMPLES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
         400,
         ("prompt.chunks[0].tokens[1]", "100", "0 to 99"),
     ),
-    "a prompt that fills the context": ({"prompt": prompt(*range(8))}, 400, ("prompt: 8 tokens", "context of 8")),
+    "a prompt that fills the context": (
+        {"prompt": prompt(*range(8))},
+        400,
+        ("prompt", "8 tokens leave no room", "maximum context length is 8 tokens"),
+    ),
     "too many new tokens": (
         {"sampling_params": {"max_tokens": 6}},
         400,

@@ -113,6 +113,7 @@ DIFFERENCES: dict[str, str] = {
     "types.RequestFailedResponse(category): default 'unknown'": LENIENT,
     "types.SampledSequence(sequence_id): default ''": LENIENT,
     "types.SampledSequence(*): extra": WIDER,
+    "types.SamplingParams(*): extra": OWN,
     "types.Telemetry*(process_uuid): default None": LENIENT,
     "types.*Event(event): default *": LENIENT,
     # Types: members.
@@ -136,6 +137,7 @@ DIFFERENCES: dict[str, str] = {
     "types.FinishSessionRequest: extra": ANSWERS,
     "types.GenericEvent: extra": "in its module only there",
     "types.ImageDimensions: extra": OLDER,
+    "types.OutputFormat: extra": OWN,
     "types.SetTtlRequest: extra": ANSWERS,
     "types.TopkLogprobs: extra": "in its module only there",
     "types.TraceExportResponse: extra": ANSWERS,

@@ -12,7 +12,7 @@ import pytest
 from support.official import Oracle
 from support.releases import OFFICIAL, ROOT
 
-from tinsmith.client.tokenizers.tokenizer import PINNED_REVISIONS, load_tokenizer, tokenizer_source
+from tinsmith.text.tokenizer import PINNED_REVISIONS, load_tokenizer, tokenizer_source
 
 MODEL_NAMES = [
     "Qwen/Qwen3-8B",
@@ -258,7 +258,7 @@ def test_special_tokens_map_wins_over_the_configuration(oracle: Oracle, tmp_path
 PREFER_TRANSFORMERS = """
 import sys
 from pathlib import Path
-from tinsmith.client.tokenizers.tokenizer import TokenizerFiles, load_tokenizer
+from tinsmith.text.tokenizer import TokenizerFiles, load_tokenizer
 directory = Path(sys.argv[1])
 files = TokenizerFiles.read(directory)
 for source in (str(directory), directory, files):

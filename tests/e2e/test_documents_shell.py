@@ -34,6 +34,10 @@ NOT_RUN = {
     "curl -H ": "the same",
     "vllm serve ": "vLLM is not installed here",
     "ollama create ": "Ollama is not installed here",
+    "lm_eval run ": "tests/clients/test_lm_eval.py runs it, in the environment that has it",
+    "inspect eval ": "tests/clients/test_inspect.py runs it, in the environment that has it",
+    "tinkerscope serve ": "tests/clients/test_tinkerscope.py runs it, in the environment that has it",
+    "python -m tinker_cookbook.eval.": "tests/clients/test_inspect.py runs it, in the environment that has it",
     "python -m tinker_cookbook.": "tests/e2e/test_cookbook_recipe.py runs this recipe, in the environment that has it",
     "python -c 'import runpy, ": "tests/contract/test_cookbook.py runs the cookbook so, in the environment that has it",
 }

@@ -11,6 +11,7 @@ from support.tinker_server import Drop, DropMidBody, Status, TinkerServer
 
 from tinsmith import (
     APIConnectionError,
+    InvalidInputError,
     ModelInput,
     PermissionDeniedError,
     RateLimitError,
@@ -62,6 +63,31 @@ def test_tokens_arrive_one_by_one_in_order(streamer: SamplingClient, streaming: 
     assert request.key == streaming.key
     assert request.body["seq_id"] == 0
     assert request.body["sampling_params"]["max_tokens"] == 6
+
+
+def test_tables_come_with_their_tokens(streamer: SamplingClient, streaming: TinkerServer) -> None:
+    async def scenario() -> None:
+        stream = streamer.sample_stream(PROMPT, PARAMS, topk_sample_logprobs=2)
+        pieces = [piece async for piece in stream if piece.tokens]
+        assert streaming.find(STREAM)[0].body["topk_sample_logprobs"] == 2
+        whole = await streamer.sample_async(PROMPT, 1, PARAMS, topk_sample_logprobs=2)
+        assert [row for piece in pieces for row in piece.topk_logprobs or []] == whole.sequences[0].topk_logprobs
+        assert all(len(piece.topk_logprobs or []) == len(piece.tokens) for piece in pieces)
+
+    run(scenario())
+    assert all(piece.topk_logprobs is None for piece in run(collect(streamer)))
+
+
+def test_own_options_are_sent_only_if_they_are_set(streamer: SamplingClient, streaming: TinkerServer) -> None:
+    """And checked before they are: no request is sent for a value that no server takes."""
+    run(collect(streamer))
+    assert set(streaming.find(STREAM)[0].body["sampling_params"]) == {"max_tokens", "temperature", "top_k", "top_p"}
+    streamer.sample(PROMPT, 1, SamplingParams(max_tokens=2, min_p=0.5, logit_bias={3: 1.0})).result(30)
+    sent = streaming.find("/api/v1/asample")[0].body["sampling_params"]
+    assert (sent["min_p"], sent["logit_bias"]) == (0.5, {"3": 1.0})
+    with pytest.raises(InvalidInputError, match=r"sampling_params\.min_p: 2\.0 is not allowed"):
+        streamer.sample(PROMPT, 1, SamplingParams(min_p=2.0))
+    assert len(streaming.find("/api/v1/asample")) == 1
 
 
 @pytest.mark.parametrize("split_bytes", [1, 2, 3, 7])

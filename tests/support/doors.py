@@ -17,10 +17,11 @@ from support.in_process import BASE, Answer, Client, Server, create_model, forwa
 from tinsmith.server.auth.authenticator import ISSUER
 from tinsmith.server.auth.keys import installation_secret
 from tinsmith.store.base import statement
-from tinsmith.wire.routes.own import OWN_BY_NAME, OWN_ROUTES
-from tinsmith.wire.routes.table import BY_NAME, ROUTES, Route
+from tinsmith.wire.routes.openai import PREFIXES
+from tinsmith.wire.routes.served import SERVED_BY_NAME, SERVED_ROUTES
+from tinsmith.wire.routes.table import Route
 
-ALL = (*ROUTES, *OWN_ROUTES)
+ALL = SERVED_ROUTES
 
 GRAPH = {
     "nodes": [
@@ -71,7 +72,7 @@ Ask = tuple[str, str, Any]
 
 
 def ask(name: str, message: Any = None, query: str = "", **parameters: str) -> Ask:
-    route = BY_NAME.get(name) or OWN_BY_NAME[name]
+    route = SERVED_BY_NAME[name]
     return route.method, route.url_path(**parameters) + query, message
 
 
@@ -87,6 +88,27 @@ def custom_loss(world: World) -> dict[str, Any]:
         "name": "x",
         "inputs": inputs,
         "graph": GRAPH,
+    }
+
+
+def of_openai(prefix: str) -> dict[str, Callable[[World], list[Ask]]]:
+    """Calls of OpenAI's clients that name a checkpoint."""
+    turns = [{"role": "user", "content": "x"}]
+    return {
+        f"{prefix}_model": lambda w: [("GET", f"{PREFIXES[prefix]}/models/{w.path}", None)],
+        f"{prefix}_completions": lambda w: [ask(f"{prefix}_completions", {"model": w.path, "prompt": [1, 2]})],
+        f"{prefix}_chat": lambda w: [ask(f"{prefix}_chat", {"model": w.path, "messages": turns})],
+    }
+
+
+def of_anthropic(prefix: str) -> dict[str, Callable[[World], list[Ask]]]:
+    """Calls of Anthropic's clients that name a checkpoint."""
+    turns = [{"role": "user", "content": "x"}]
+    return {
+        f"{prefix}_messages": lambda w: [
+            ask(f"{prefix}_messages", {"model": w.path, "messages": turns, "max_tokens": 2}),
+        ],
+        f"{prefix}_count_tokens": lambda w: [ask(f"{prefix}_count_tokens", {"model": w.path, "messages": turns})],
     }
 
 
@@ -159,8 +181,13 @@ OF_SOMEBODY: dict[str, Callable[[World], list[Ask]]] = {
     "delete_run": lambda w: [ask("delete_run", training_run_id=w.model)],
     "sample_stream": lambda w: [ask("sample_stream", sample(w.sampler, 50))],
     "sample_results": lambda w: [ask("sample_results", target(w))],
+    **of_openai("openai"),
+    **of_openai("hosted_openai"),
+    **of_anthropic("anthropic"),
+    **of_anthropic("hosted_anthropic"),
 }
-"""Calls that name something, by route; our own endpoints are the last. Each body of `samples` is walked elsewhere."""
+"""Calls that name something, by route; our own endpoints and other services' are the last. Each body of `samples` is
+walked elsewhere."""
 
 HOURS = "?starting_on=2027-01-15T00:00:00Z&ending_before=2027-01-16T00:00:00Z"
 OF_ONESELF: dict[str, Ask] = {
@@ -185,6 +212,8 @@ OF_ONESELF: dict[str, Ask] = {
     "usage": ask("usage", query=HOURS),
     "tokenizer": ask("tokenizer", query=f"?model={BASE}"),
     "samples": ask("samples", b"\x90"),
+    **{f"{prefix}_models": ask(f"{prefix}_models") for prefix in PREFIXES},
+    **{f"{prefix}_embeddings": ask(f"{prefix}_embeddings", {"model": BASE}) for prefix in PREFIXES},
     "delete_api_key": ask("delete_api_key"),
 }
 """Calls that show or change what is the caller's own; the last one ends the key."""

@@ -66,7 +66,8 @@ def example(annotation: Any, *, full: bool = False) -> Any:
     if origin is list:
         return [example(arguments[0], full=full)] if full else []
     if origin is dict:
-        return {"key": example(arguments[1], full=full)} if full else {}
+        key = "key" if example(arguments[0]) == PLAIN[str] else example(arguments[0])
+        return {key: example(arguments[1], full=full)} if full else {}
     if issubclass(annotation, Message):
         return message(annotation, full=full)
     return array_backed()[annotation]

@@ -31,8 +31,10 @@ from urllib.parse import quote
 
 import msgspec
 
+from support.anthropic_server import ANTHROPIC_FITTING
 from support.fuzz_world import Ids, settle, small_card
 from support.in_process import Answer, Client, Recorder, Server, datum, forward_backward, sample, serving
+from support.openai_server import FITTING
 from tinsmith.engine.protocol import AnyJob
 from tinsmith.store.sqlite import SqliteStore
 from tinsmith.testing.backend import MemoryBackend
@@ -40,8 +42,8 @@ from tinsmith.wire.codecs import zstd
 from tinsmith.wire.codecs.json_codec import decode
 from tinsmith.wire.codecs.proto_training import encode_request
 from tinsmith.wire.messages.training import ForwardBackwardRequest
-from tinsmith.wire.routes.own import OWN_ROUTES
-from tinsmith.wire.routes.table import ROUTES, Route
+from tinsmith.wire.routes.served import SERVED_ROUTES
+from tinsmith.wire.routes.table import Dialect, Route
 
 TENANTS = 3
 OPTIONAL = 0.25
@@ -64,6 +66,15 @@ RARE = {
     "export_session_trace": 0.3,
 }
 """Routes that delete what others need, are slow, or leave much behind: how often they come where others come once."""
+
+DIALECT_IDS: dict[Dialect, dict[str, list[Any]]] = {
+    "tinker": {},
+    "openai": FITTING,
+    "anthropic": ANTHROPIC_FITTING,
+}
+"""What makes a request of other services' clients valid."""
+NOT_YET = ("readyz",)
+"""Routes that say with a 503 that something has not begun yet: the engine."""
 
 TEXTS = ("", "\0", "../../secret", "tinker://a/weights/b", "a" * 600, "😀", "NaN", "null", "'--", "%00", "x" * 3000)
 NUMBERS = (0, 1, -1, 2, 31, 2**31, 2**63 - 1, 2**63, -(2**63) - 1, 2**64, 0.5, -0.0, 1e-320, 1e308)
@@ -205,7 +216,7 @@ class Maker:
 
     def __init__(self, tenants: list[Tenant]) -> None:
         self._tenants = tenants
-        self._routes = [*ROUTES, *OWN_ROUTES]
+        self._routes = list(SERVED_ROUTES)
         self._weights = [RARE.get(route.name, 1.0) for route in self._routes]
         self._bodies: dict[tuple[str, int], list[Any]] = {}
 
@@ -269,7 +280,7 @@ class Maker:
             return {}
         made = self._bodies.setdefault((route.name, id(whose)), [])
         if len(made) < 12:
-            made.append(fitting(route.request, whose.ids, draw))
+            made.append(fitting(route.request, whose.ids | DIALECT_IDS[route.dialect], draw))
         value = dict(draw.choice(made))
         if "seq_id" in value or route.name in ("forward_backward", "optim_step"):
             if draw.random() < 0.5:
@@ -340,9 +351,11 @@ class Report:
 
     def note(self, index: int, request: Request, answer: Answer) -> None:
         self.statuses.setdefault(request.route.name, Counter())[answer.status] += 1
-        is_told = answer.status < 400 or answer.status == 408 or b'"code"' in answer.body
-        is_draining = request.route.name == "readyz"
-        if (answer.status >= 500 and not is_draining) or not is_told:
+        is_told = (
+            answer.status < 400 or answer.status == 408 or b'"code"' in answer.body or b'"type":"error"' in answer.body
+        )
+        is_not_yet = answer.status == 503 and request.route.name in NOT_YET
+        if (answer.status >= 500 and not is_not_yet) or not is_told:
             shown = f"{request.method} {request.path[:200]} {request.body[:300]!r}"
             self.faults.append(f"request {index}: {shown} -> {answer.status} {answer.body[:300]!r}")
 

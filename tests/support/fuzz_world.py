@@ -12,6 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from support.in_process import Client, forward_backward, sample
+from support.openai_server import write_small_tokenizer
 from tinsmith.engine.protocol import ModelCard
 from tinsmith.store.rows import CheckpointRow
 from tinsmith.wire.routes.own import DOWNLOAD_PREFIX
@@ -25,8 +26,8 @@ ENDED_RUNS = 2
 
 def small_card(directory: Path) -> ModelCard:
     """The card of the only base model, with a tokenizer."""
-    (directory / "tokenizer.json").write_text('{"version": "1.0"}')
-    return ModelCard(name="small", vocab_size=32, max_context_length=24, tokenizer_directory=str(directory))
+    tokenizer = write_small_tokenizer(directory / "tokenizer")
+    return ModelCard(name="small", vocab_size=32, max_context_length=24, tokenizer_directory=str(tokenizer))
 
 
 async def settle(client: Client) -> Ids:

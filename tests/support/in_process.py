@@ -139,8 +139,24 @@ class Answer:
         return msgspec.json.decode(self.body)
 
     @property
+    def error(self) -> dict[str, Any]:
+        """What an error says, under our own names, whichever dialect it is in."""
+        said = self.json
+        if "error" not in said:
+            return {name: said[name] for name in said}
+        codes = {
+            "invalid_api_key": "not_authenticated",
+            "model_not_found": "unknown_resource",
+            "authentication_error": "not_authenticated",
+            "permission_error": "not_allowed",
+            "not_found_error": "unknown_resource",
+        }
+        code = said["error"]["code" if "code" in said["error"] else "type"]
+        return {"detail": said["error"]["message"], "code": codes.get(code, code)}
+
+    @property
     def detail(self) -> str:
-        text: str = self.json["detail"]
+        text: str = self.error["detail"]
         return text
 
 

@@ -10,11 +10,13 @@ import msgspec
 from hypothesis import strategies as st
 
 from tinsmith.wire.limits import JsonList, JsonObject
-from tinsmith.wire.message import Message
+from tinsmith.wire.message import Message, is_given
 from tinsmith.wire.values.inputs import Datum, ModelInput
 from tinsmith.wire.values.tensors import TensorData
 
 Line = tuple[int, int]
+NEVER: Line = (999, 0)
+"""When the official client gets a field that only tinsmith has."""
 
 LITERALS_SINCE: dict[str, Line] = {
     "cispo": (0, 6),
@@ -36,13 +38,15 @@ JSON = st.recursive(
 
 
 def field_versions(cls: type[Message]) -> dict[str, Line]:
-    """The first release of each field that is marked with `since`."""
+    """The first release of each field that is marked with `since`; no release has the extensions."""
     versions: dict[str, Line] = {}
     for info in msgspec.inspect.type_info(cls).fields:  # type: ignore[attr-defined]
         extra = getattr(info.type, "extra", None) or {}
         if "since" in extra:
             major, minor = extra["since"].split(".")
             versions[info.name] = int(major), int(minor)
+        elif "extension" in extra:
+            versions[info.name] = NEVER
     return versions
 
 
@@ -277,9 +281,11 @@ CUSTOM: dict[Any, Any] = {
 def plain(value: Any) -> Any:
     """One of our values as plain JSON values, not-given fields read as None."""
     if isinstance(value, Message):
+        versions = field_versions(type(value))
         fields = {
             wire: plain(getattr(value, name))
             for wire, name in zip(value.__struct_encode_fields__, value.__struct_fields__, strict=True)
+            if versions.get(name) != NEVER or is_given(value, name)
         }
         config = value.__struct_config__
         if config.tag_field is not None:

@@ -170,6 +170,8 @@ def _events(core: Core, response: SampleResponse) -> Iterator[bytes]:
             if tokens:
                 logprobs = (sequence.logprobs or [])[start : start + step]
                 piece = {"index": index, "position": start, "tokens": tokens, "logprobs": logprobs}
+                if sequence.topk_logprobs is not None:
+                    piece["topk"] = sequence.topk_logprobs[start : start + step]
                 yield _event("token", piece)
     ends = [{"stop_reason": each.stop_reason, "tokens": len(each.tokens)} for each in response.sequences]
     yield _event("done", {"sequences": ends})

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from support.official_values import NEVER
 from support.releases import line_of
 from tinsmith.wire.routes import table as routes
 from tinsmith.wire.routes.table import Route
@@ -118,7 +119,7 @@ def _fields(cls: Any) -> dict[str, tuple[tuple[int, int], Any]]:
             hint, *metadata = typing.get_args(hint)
             for meta in metadata:
                 extra = getattr(meta, "extra", None) or {}
-                since = line_of(extra["since"]) if "since" in extra else since
+                since = line_of(extra["since"]) if "since" in extra else NEVER if "extension" in extra else since
         members = [member for member in typing.get_args(hint) if member is not type(None)]
         is_optional = type(None) in typing.get_args(hint) and len(members) == 1
         found[name] = (since, members[0] if is_optional else hint)

@@ -16,12 +16,12 @@ from tinsmith.engine.models.tiny import make_tiny
 from tinsmith.engine.sampling.draw import DrawRule, draw, uniforms
 from tinsmith.engine.sampling.plan import SampleJob
 from tinsmith.engine.sampling.sampler import DoneEvent, Event, FailedEvent, NewToken, Sampler, SamplerLimits
-from tinsmith.engine.sampling.token_bytes import read_token_bytes
+from tinsmith.text.token_bytes import read_token_bytes
 from tinsmith.wire.messages.sampling import SampleRequest, SampleResponse, SamplingParams
 from tinsmith.wire.values.inputs import ModelInput
 
 BLOCK = 16
-SAMPLING = {"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}
+SAMPLING = set(SamplingParams.__struct_fields__)
 
 
 def load(directory: Path, **sizes: Any) -> tuple[Decoder, tuple[bytes, ...]]:

@@ -16,10 +16,10 @@ TINSMITH = (sys.executable, "-m", "tinsmith")
 
 
 @contextlib.contextmanager
-def tiny_server(place: Path, context: int = 256) -> Iterator[dict[str, str]]:
-    """The environment of its clients."""
+def tiny_server(place: Path, context: int = 256, *options: str) -> Iterator[dict[str, str]]:
+    """The environment of its clients; `options` are further ones of `tinsmith serve`."""
     make_tiny(place / "model", max_position_embeddings=context)
-    arguments = ["--data-dir", str(place / "data"), "--model", f"tiny={place / 'model'}"]
+    arguments = ["--data-dir", str(place / "data"), "--model", f"tiny={place / 'model'}", *options]
     address, process = start_server(arguments, {"TINSMITH_DTYPE": "float32"}, place / "log")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("TINKER", "TINSMITH"))}
     where = {"TINKER_BASE_URL": address.url, "TINKER_API_KEY": address.key}

@@ -6,7 +6,14 @@ import dataclasses
 from typing import NamedTuple
 
 from tinsmith.config import MB, ServerConfig
-from tinsmith.errors import InvalidInputError, LimitExceededError, RequestFailedError, TinkerError, WireError
+from tinsmith.errors import (
+    ContextLengthError,
+    InvalidInputError,
+    LimitExceededError,
+    RequestFailedError,
+    TinkerError,
+    WireError,
+)
 from tinsmith.server.data_dir import NAME
 from tinsmith.server.http.errors import STATUSES
 from tinsmith.server.refusals import NotReadyError, OverLimitError
@@ -62,11 +69,14 @@ REQUEST = [
     by("Compute time of one `forward_backward`", "max_job_device_s", RequestFailedError),
     by("Compute time of an uploaded loss in it", "max_loss_device_s", RequestFailedError),
     by("Samples of one prompt", "max_samples", InvalidInputError),
+    fixed("Prompt of a sample", "less than the model's context", ContextLengthError),
     fixed("Prompt and sample together; input of a datum", "the model's context"),
     fixed("Rank of an adapter", MAX_RANK),
     fixed("Stop sequences of a sample", limits.MAX_STOPS, WireError),
     fixed("Characters of a stop string", limits.MAX_STOP_CHARS, WireError),
     fixed("Bytes of all stop strings of a sample", limits.MAX_STOP_BYTES),
+    fixed("Tokens with a bias", limits.MAX_BIASES, WireError),
+    fixed("Bytes of an output format's schema, expression or grammar", limits.MAX_GRAMMAR_BYTES),
     fixed("Tokens listed for one position (`topk_...`)", MAX_TOPK),
     fixed("Cells of one such table", MAX_TOPK_CELLS),
     fixed("Tensors of a datum; settings of a loss", limits.MAX_LOSS_INPUTS, WireError),
@@ -128,7 +138,8 @@ def error_cell(error: type[TinkerError] | str | None) -> str:
         return error or ""
     if error is RequestFailedError:
         return f"`{error.__name__}`"
-    return f"{STATUSES[error]} `{error.code}`"
+    status = next(STATUSES[kind] for kind in error.__mro__ if kind in STATUSES)
+    return f"{status} `{error.code}`"
 
 
 def rows_of(rows: list[Limit]) -> list[tuple[str, ...]]:

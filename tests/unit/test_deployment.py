@@ -23,6 +23,7 @@ import yaml
 
 from tinsmith.cli.main import main
 from tinsmith.config import ServerConfig
+from tinsmith.wire.routes.openai import PREFIXES
 from tinsmith.wire.routes.own import HEALTHZ
 
 ROOT = Path(__file__).parents[2]
@@ -195,6 +196,24 @@ def test_the_compose_files_database_is_the_one_that_is_made() -> None:
     made = COMPOSE["services"]["postgres"]["environment"]
     url = COMPOSE["services"]["tinsmith"]["environment"]["TINSMITH_DATABASE"]
     assert url == f"postgresql://{made['POSTGRES_USER']}@postgres/{made['POSTGRES_DB']}"
+
+
+def test_the_web_pages_compose_file_fits_the_servers() -> None:
+    """It is given to the container engine after the server's own file, and adds to it."""
+    added: dict[str, Any] = yaml.safe_load((ROOT / "examples/open-webui/compose.yaml").read_text())
+    (page,) = added["services"].values()
+    assert page["depends_on"] == ["tinsmith"]
+    assert set(page["depends_on"]) <= set(COMPOSE["services"])
+    assert not set(added["services"]) & set(COMPOSE["services"])
+    config = settings(image_environment())
+    assert page["environment"]["OPENAI_API_BASE_URL"] == f"http://tinsmith:{config.port}{PREFIXES['openai']}"
+    assert page["environment"]["OPENAI_API_KEY"].startswith("${OPENAI_API_KEY:?"), "no key in the file"
+    assert re.fullmatch(r"[\w./-]+:v\d+\.\d+\.\d+", page["image"]), "a version that does not change"
+    assert all(port.startswith("127.0.0.1:") for port in page["ports"])
+    assert [volume.split(":")[0] for volume in page["volumes"]] == list(added["volumes"])
+    assert not set(added["volumes"]) & set(COMPOSE["volumes"])
+    text = (ROOT / "docs/howto/openai.md").read_text()
+    assert "docker compose -f compose.yaml -f examples/open-webui/compose.yaml up -d" in text
 
 
 def loaded(path: Path) -> dict[str, Any]:

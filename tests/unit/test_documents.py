@@ -29,13 +29,16 @@ from tinsmith import errors
 from tinsmith.cli.main import main as cli
 from tinsmith.client.connection import telemetry
 from tinsmith.config import DEFAULT_MODEL_PACKAGE, MB, ClientConfig, ServerConfig
+from tinsmith.server.call import Handlers
 from tinsmith.server.http import errors as http_errors
-from tinsmith.server.routes import own
+from tinsmith.server.routes import anthropic, openai, own
 from tinsmith.version import PROTOCOL_VERSION, __version__
 from tinsmith.wire import limits
 from tinsmith.wire.codecs import protobuf, zstd
 from tinsmith.wire.routes import door
+from tinsmith.wire.routes.anthropic import ANTHROPIC_PREFIXES, ANTHROPIC_ROUTES
 from tinsmith.wire.routes.door import SCOPES, Door
+from tinsmith.wire.routes.openai import OPENAI_ROUTES, PREFIXES
 from tinsmith.wire.routes.own import OWN_ROUTES
 from tinsmith.wire.routes.table import PREFIX, ROUTES, Encoding, Route
 from tinsmith.wire.rules import faults, split_join
@@ -245,7 +248,7 @@ def settings_table(config: type[Any]) -> str:
 DEFAULTS = {
     "base_url": "see above",
     "data_dir": "`~/.local/share/tinsmith`",
-    **dict.fromkeys(("client_flags", "default_headers", "models", "tags"), "none"),
+    **dict.fromkeys(("aliases", "chat_templates", "client_flags", "default_headers", "models", "tags"), "none"),
 }
 """Defaults that the source computes."""
 
@@ -276,6 +279,22 @@ def refusals_table() -> str:
 
 def extensions_table() -> str:
     """Return our own endpoints, each with its handler's docstring."""
+    return _endpoints(OWN_ROUTES, own.HANDLERS)
+
+
+def openai_table() -> str:
+    """Return the endpoints of OpenAI's clients, at the first of their two paths."""
+    first = PREFIXES["openai"] + "/"
+    return _endpoints([route for route in OPENAI_ROUTES if route.path.startswith(first)], openai.HANDLERS)
+
+
+def anthropic_table() -> str:
+    """Return the endpoints of Anthropic's clients, at the first of their two paths."""
+    first = ANTHROPIC_PREFIXES["anthropic"] + "/"
+    return _endpoints([route for route in ANTHROPIC_ROUTES if route.path.startswith(first)], anthropic.HANDLERS)
+
+
+def _endpoints(routes: Iterable[Route], handlers: Handlers) -> str:
     return table(
         ("Method", "Path", "Scope", "Body", "What it does"),
         (
@@ -284,9 +303,9 @@ def extensions_table() -> str:
                 f"`{route.path}`",
                 _scope_cell(route.door),
                 route.door.body.name,
-                _first_paragraph(inspect.getdoc(own.HANDLERS[route.name]) or ""),
+                _first_paragraph(inspect.getdoc(handlers[route.name]) or ""),
             )
-            for route in OWN_ROUTES
+            for route in routes
         ),
     )
 
@@ -355,6 +374,8 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "client_settings": functools.partial(settings_table, ClientConfig),
     "refusals": refusals_table,
     "extensions": extensions_table,
+    "openai": openai_table,
+    "anthropic": anthropic_table,
     "commands": commands_help,
     "decisions": decisions_table,
     "rooms": rooms_table,

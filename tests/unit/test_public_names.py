@@ -181,6 +181,7 @@ TYPES = [
     "OptimStepRequest",
     "OptimStepResponse",
     "OptimizerConfig",
+    "OutputFormat",
     "OwnSearchOwner",
     "ParsedCheckpointTinkerPath",
     "PromptAltTokens",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from tinsmith.cli.output import echo
-from tinsmith.printable import printable
+from tinsmith.text.printable import printable
 
 if TYPE_CHECKING:
     from tinsmith.client.connection.operations import Operations

@@ -12,7 +12,7 @@ import click
 
 from tinsmith.cli.connection import server_option
 from tinsmith.cli.output import echo, formatted
-from tinsmith.printable import PrintableLines, printable
+from tinsmith.text.printable import PrintableLines, printable
 from tinsmith.version import PROTOCOL_VERSION, __version__
 
 COMMANDS = {
@@ -29,6 +29,11 @@ COMMANDS = {
         "tinsmith.cli.manage.completion",
         "completion",
         "Print a shell completion script.",
+    ),
+    "connect": (
+        "tinsmith.cli.manage.connect",
+        "connect",
+        "Print how to use the server from OpenAI, Anthropic or Tinker clients.",
     ),
     "demo": ("tinsmith.cli.train.demo", "demo", "Fine-tune a small model and compare it before and after."),
     "doctor": ("tinsmith.cli.server.doctor", "doctor", "Check the installation, the data directory and the server."),

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
-from tinsmith.printable import one_line, printable
+from tinsmith.text.printable import one_line, printable
 
 F = TypeVar("F", bound=Callable[..., Any])
 

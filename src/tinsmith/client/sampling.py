@@ -24,13 +24,13 @@ from tinsmith.client.connection.operations import Operations, cancel_sample
 from tinsmith.client.connection.outage import Affected, ProgressWatch
 from tinsmith.client.connection.polling import wait_for_result
 from tinsmith.client.connection.session import Session
+from tinsmith.client.find_tokenizer import tokenizer_of
 from tinsmith.client.runtime.deadlines import Limit, left_s
 from tinsmith.client.runtime.futures import Future, awaited, blocking
 from tinsmith.client.runtime.sequence import Numbers
 from tinsmith.client.submit.poll_together import PollOutcome, SamplingSessionPoller
 from tinsmith.client.submit.samples_together import SampleSubmits
 from tinsmith.client.submit.stream import SampledTokens, stream_sample
-from tinsmith.client.tokenizers.find import tokenizer_of
 from tinsmith.errors import (
     APIConnectionError,
     APIStatusError,
@@ -201,10 +201,14 @@ class SamplingClient:
     compute_logprobs_async = awaited(compute_logprobs)
 
     def sample_stream(
-        self, prompt: ModelInput, sampling_params: SamplingParams, num_samples: int = 1
+        self,
+        prompt: ModelInput,
+        sampling_params: SamplingParams,
+        num_samples: int = 1,
+        topk_sample_logprobs: int = 0,
     ) -> AsyncIterator[SampledTokens]:
         """Yield tokens as they are drawn, for `async for`. Raises TinkerError if the server does not stream."""
-        request = self._request(prompt, num_samples, sampling_params, False, 0, 0, None, 0, None)
+        request = self._request(prompt, num_samples, sampling_params, False, 0, topk_sample_logprobs, None, 0, None)
         return stream_sample(self.holder, request, self._take_number, self._limit("sample_stream"))
 
     def _get_base_model(self) -> Future[str]:

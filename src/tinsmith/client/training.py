@@ -11,13 +11,13 @@ from typing import Any, Literal, TypeVar
 
 from tinsmith.client.connection.official_options import RetryConfig
 from tinsmith.client.connection.operations import Operations
+from tinsmith.client.find_tokenizer import tokenizer_of
 from tinsmith.client.losses import custom_loss
 from tinsmith.client.losses.custom_loss import LossFn
 from tinsmith.client.losses.loss_graph import LossHandle
 from tinsmith.client.runtime.futures import Future, awaited, blocking, submitted
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.submit.in_order import OrderedOperations
-from tinsmith.client.tokenizers.find import tokenizer_of
 from tinsmith.errors import InvalidInputError, MissingArgumentError
 from tinsmith.transport.base import Purpose
 from tinsmith.wire.losses import LossFnType

@@ -186,6 +186,9 @@ class TokenEvent(msgspec.Struct, frozen=True, kw_only=True):
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     stop_reason: Literal["stop", "length"] | None = None
+    topk_tokens: tuple[int, ...] = ()
+    """The most likely tokens at each position, one position after another; none unless the request asks for them."""
+    topk_logprobs: tuple[float, ...] = ()
 
 
 class JobFailedError(TinkerError):

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.convertors import Convertor, register_url_convertor
 from starlette.exceptions import HTTPException
@@ -29,13 +28,16 @@ from tinsmith.server.auth.authenticator import Authenticator
 from tinsmith.server.auth.budgets import Budgets
 from tinsmith.server.auth.keys import installation_secret
 from tinsmith.server.auth.signed_urls import Signer
+from tinsmith.server.bodies.reader_pool import ReaderPool
 from tinsmith.server.call import JSON, Handlers
 from tinsmith.server.checkpoints.disk_budget import DiskBudget
 from tinsmith.server.checkpoints.file_work import FileWork
 from tinsmith.server.checkpoints.saves import Saves
 from tinsmith.server.data_dir import Files
+from tinsmith.server.dialects.caller_session import CallerSessions
+from tinsmith.server.dialects.vocabulary import Vocabularies
+from tinsmith.server.http import errors
 from tinsmith.server.http.endpoint import Endpoint, fault, refusal
-from tinsmith.server.installation import Installation
 from tinsmith.server.jobs.job import RequestIds, Work
 from tinsmith.server.jobs.lifecycle import Jobs
 from tinsmith.server.jobs.on_finished import make_finishers
@@ -43,11 +45,24 @@ from tinsmith.server.jobs.pending_results import Broker
 from tinsmith.server.jobs.samples import Samples
 from tinsmith.server.ops.activity import Activity
 from tinsmith.server.ops.clock import SteadyClock
+from tinsmith.server.ops.installation import Installation
 from tinsmith.server.ops.metrics import Metrics
 from tinsmith.server.ops.sweeper import Sweeper
 from tinsmith.server.ops.usage import HOUR_S
 from tinsmith.server.refusals import UnknownResourceError
-from tinsmith.server.routes import admin, futures, own, runs, sampling, service, sessions, training, weights
+from tinsmith.server.routes import (
+    admin,
+    anthropic,
+    futures,
+    openai,
+    own,
+    runs,
+    sampling,
+    service,
+    sessions,
+    training,
+    weights,
+)
 from tinsmith.server.runs.checkpoint_advice import Advice
 from tinsmith.server.runs.registry import Runs
 from tinsmith.server.runs.restart import recover
@@ -57,8 +72,11 @@ from tinsmith.server.services import Services
 from tinsmith.store.base import Store
 from tinsmith.store.open import open_store
 from tinsmith.store.rows import CountRow, KeyRow
-from tinsmith.wire.routes.own import DOWNLOAD, OWN_ROUTES
-from tinsmith.wire.routes.table import ROUTES, Route
+from tinsmith.wire.routes.anthropic import ANTHROPIC_PREFIXES, VERSION_HEADER
+from tinsmith.wire.routes.openai import PREFIXES
+from tinsmith.wire.routes.own import DOWNLOAD
+from tinsmith.wire.routes.served import SERVED_ROUTES
+from tinsmith.wire.routes.table import Dialect, Route
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +90,8 @@ HANDLERS: Handlers = {
     **service.HANDLERS,
     **admin.HANDLERS,
     **own.HANDLERS,
+    **openai.HANDLERS,
+    **anthropic.HANDLERS,
 }
 
 
@@ -146,6 +166,7 @@ def make_services(
         advise=advice.for_run,
         count_replayed=metrics.replayed.inc,
     )
+    readers, activity = ReaderPool(), Activity(config.max_telemetry_rows)
     return Services(
         config=config,
         store=store,
@@ -170,8 +191,11 @@ def make_services(
         metrics=metrics,
         clock=clock,
         client_flags=check_flags(config.client_flags),
-        activity=Activity(config.max_telemetry_rows),
+        readers=readers,
+        activity=activity,
         saves=saves,
+        caller_sessions=CallerSessions(access, activity, clock),
+        vocabularies=Vocabularies(readers),
         installation=installation,
     )
 
@@ -187,7 +211,7 @@ def check_flags(flags: Mapping[str, bool]) -> dict[str, bool]:
 
 def make_app(services: Services) -> Starlette:
     """Return the ASGI application of a server; it answers while `running` is entered."""
-    endpoints = {route: Endpoint(services, route, HANDLERS[route.name]) for route in (*ROUTES, *OWN_ROUTES)}
+    endpoints = {route: Endpoint(services, route, HANDLERS[route.name]) for route in SERVED_ROUTES}
     routes: list[BaseRoute] = [_route(route, endpoint) for route, endpoint in endpoints.items()]
     fixed = {(route.method, route.path): endpoint for route, endpoint in endpoints.items() if "{" not in route.path}
     return App(fixed, routes=routes, exception_handlers={HTTPException: _not_here, Exception: _fault})
@@ -197,8 +221,20 @@ async def _not_here(request: Request, error: Exception) -> Response:
     """Answer a path or method that no route has."""
     assert isinstance(error, HTTPException)
     text = f"{request.method} {request.url.path} is not a route of this server; see /openapi.json"
-    body = msgspec.json.encode({"detail": text, "code": UnknownResourceError.code})
+    body = errors.body_of(UnknownResourceError(text), _dialect(request))
     return Response(body, error.status_code, error.headers, media_type=JSON)
+
+
+def _dialect(request: Request) -> Dialect:
+    """Return the dialect of a path that no route has: that of the routes beside it, and where they have two, that of
+    the client."""
+    path = request.url.path
+    prefixes: dict[Dialect, Mapping[str, str]] = {"openai": PREFIXES, "anthropic": ANTHROPIC_PREFIXES}
+    order: tuple[Dialect, ...] = ("openai", "anthropic")
+    for dialect in reversed(order) if VERSION_HEADER in request.headers else order:
+        if path.startswith(tuple(f"{prefix}/" for prefix in prefixes[dialect].values())):
+            return dialect
+    return "tinker"
 
 
 async def _fault(request: Request, error: Exception) -> Response:
@@ -225,8 +261,8 @@ class App(Starlette):
 
 def _route(route: Route, endpoint: Endpoint) -> StarletteRoute:
     path = route.path.replace("{checkpoint_id}", "{checkpoint_id:checkpoint}")
-    if route is DOWNLOAD:
-        path = path.replace("{name}", "{name:path}")
+    if route is DOWNLOAD or route.dialect == "openai":
+        path = path.replace("{name}", "{name:path}").replace("{model}", "{model:path}")
     return StarletteRoute(path, endpoint, methods=[route.method], name=route.name)
 
 
@@ -304,4 +340,4 @@ def make_store(config: ServerConfig) -> Store:
     return open_store(config.database_url)
 
 
-assert set(HANDLERS) == {route.name for route in (*ROUTES, *OWN_ROUTES)}, "every route has a handler"
+assert set(HANDLERS) == {route.name for route in SERVED_ROUTES}, "every route has a handler"

@@ -27,6 +27,10 @@ _VERSION = re.compile(r"(?<!\d)(\d{1,6})\.(\d{1,6})(?!\d)", re.ASCII)
 NEWEST = (999, 0)
 
 
+async def _never() -> None:
+    await asyncio.Event().wait()
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One authenticated request."""
 
@@ -47,6 +51,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """By lower-case name."""
     scheme: str = "http"
     root_path: str = ""
+    gone: Callable[[], Awaitable[None]] = _never
+    """Returns when the client has left; for calls that are held open."""
 
     @property
     def base_url(self) -> str:

@@ -33,15 +33,15 @@ import uvicorn
 
 from tinsmith.config import LOCAL_ENGINE_FILE, SERVER_LOCK_FILE, EmbeddedConfig, ServerConfig
 from tinsmith.errors import TinkerError
-from tinsmith.printable import PrintableLines
 from tinsmith.server.app import drain, make_app, make_backend, make_services, make_store, running
 from tinsmith.server.auth.start_keys import prepare_keys
 from tinsmith.server.http.tls import SOON_S, seconds_left, server_context
 from tinsmith.server.http.uvicorn_protocol import protocol_for
 from tinsmith.server.http.web_pages import guarded
-from tinsmith.server.installation import begin_installation, check_installation
+from tinsmith.server.ops.installation import begin_installation, check_installation
 from tinsmith.server.services import Services
 from tinsmith.store.base import Store
+from tinsmith.text.printable import PrintableLines
 
 PATIENCE_S = 3.0
 """How long a process that was just killed may take to exit."""

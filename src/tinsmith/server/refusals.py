@@ -32,6 +32,12 @@ class UnknownResourceError(RefusedError):
     code = "unknown_resource"
 
 
+class UnknownModelError(UnknownResourceError):
+    """The name of a model stands for nothing that the caller may sample."""
+
+    code = "model_not_found"
+
+
 class UnsupportedBodyError(RefusedError):
     """The body has a type or an encoding that this route does not accept."""
 

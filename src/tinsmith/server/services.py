@@ -21,12 +21,14 @@ from tinsmith.server.checkpoints.disk_budget import DiskBudget
 from tinsmith.server.checkpoints.file_work import FileWork
 from tinsmith.server.checkpoints.saves import Saves
 from tinsmith.server.data_dir import Files
-from tinsmith.server.installation import Installation
+from tinsmith.server.dialects.caller_session import CallerSessions
+from tinsmith.server.dialects.vocabulary import Vocabularies
 from tinsmith.server.jobs.digests import Hasher
 from tinsmith.server.jobs.lifecycle import Jobs
 from tinsmith.server.jobs.pending_results import Broker
 from tinsmith.server.jobs.samples import Samples
 from tinsmith.server.ops.activity import Activity
+from tinsmith.server.ops.installation import Installation
 from tinsmith.server.ops.metrics import Metrics
 from tinsmith.server.redaction import RefusalLog
 from tinsmith.server.runs.order import Arrivals
@@ -56,10 +58,12 @@ class Services:
     disk: DiskBudget
     file_work: FileWork
     hasher: Hasher = field(default_factory=Hasher)
-    readers: ReaderPool = field(default_factory=ReaderPool)
+    readers: ReaderPool
     arrivals: Arrivals = field(default_factory=Arrivals)
     activity: Activity
     saves: Saves
+    caller_sessions: CallerSessions
+    vocabularies: Vocabularies
     installation: Installation | None = None
     """What ties the database and the data directory together; None for a store that is lost with its process."""
     clock: Callable[[], float]

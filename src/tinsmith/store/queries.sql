@@ -456,6 +456,12 @@ ORDER BY created_at DESC, path DESC LIMIT :limit OFFSET :offset;
 SELECT COUNT(*) AS count FROM checkpoints WHERE org_id = :org_id AND user_id = :user_id
     AND (CAST(:project_id AS TEXT) IS NULL OR project_id = :project_id);
 
+-- A user's checkpoints for sampling that exist after a time, and those that the organisation published.
+-- name: checkpoints_to_sample
+SELECT * FROM checkpoints WHERE org_id = :org_id AND (user_id = :user_id OR public = 1) AND kind = 'sampler_weights'
+    AND (CAST(:project_id AS TEXT) IS NULL OR project_id = :project_id) AND (expires_at IS NULL OR expires_at > :after)
+ORDER BY created_at DESC, path DESC LIMIT :limit;
+
 -- name: set_checkpoint_public
 UPDATE checkpoints SET public = :public WHERE path = :path;
 

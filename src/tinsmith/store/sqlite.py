@@ -121,12 +121,14 @@ class SqliteStore:
         if self._writer is None or self._process_id != os.getpid():
             return
         writer, self._writer = self._writer, None
-        await writer.close()
         for _ in self._readers:
             self._reads.put(None)
         for reader in self._readers:
             await asyncio.to_thread(reader.join)
         self._readers = []
+        # Last and alone: SQLite moves the log into the database when the last connection closes, but not if two close
+        # at the same moment.
+        await writer.close()
 
     async def write(self, *statements: Statement) -> int:
         if not statements:

@@ -161,13 +161,18 @@ def _sampled(drawing: sampling.Drawing) -> tuple[Done, SampleResponse]:
 def token_events(response: SampleResponse) -> list[TokenEvent]:
     """Return the events of a stream of this response: one token at a time, the samples in turns."""
     events = []
-    rows = [(row.stop_reason, row.tokens, row.logprobs or []) for row in response.sequences]
-    for position in range(max((len(tokens) for _, tokens, _ in rows), default=0)):
-        for index, (reason, tokens, logprobs) in enumerate(rows):
+    rows = [(row.stop_reason, row.tokens, row.logprobs or [], row.topk_logprobs) for row in response.sequences]
+    for position in range(max((len(tokens) for _, tokens, _, _ in rows), default=0)):
+        for index, (reason, tokens, logprobs, topk) in enumerate(rows):
             if position < len(tokens):
-                end = reason if position == len(tokens) - 1 else None
+                listed = (topk[position] if topk is not None else None) or []
                 event = TokenEvent(
-                    sample=index, tokens=(tokens[position],), logprobs=(logprobs[position],), stop_reason=end
+                    sample=index,
+                    tokens=(tokens[position],),
+                    logprobs=(logprobs[position],),
+                    stop_reason=reason if position == len(tokens) - 1 else None,
+                    topk_tokens=tuple(token for token, _ in listed),
+                    topk_logprobs=tuple(logprob for _, logprob in listed),
                 )
                 events.append(event)
     return events

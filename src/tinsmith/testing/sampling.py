@@ -1,7 +1,8 @@
 """Samples from the test arithmetic.
 
 Tokens are a hash of (weights, prompt, seed, sample index, position), or of (weights, prompt, position) at temperature
-0. Temperatures above 0, top_k and top_p do not change them. Logprobs equal those of a forward pass over the same
+0. Temperatures above 0, top_k and top_p do not change them; options that need a distribution to change (min_p,
+penalties, bias, output formats) are refused. Logprobs equal those of a forward pass over the same
 tokens. For stop strings, a token below 256 is that character, and every other token is U+FFFD. Without a `stop`, token
 0 ends a sample.
 
@@ -20,6 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tinsmith.engine.protocol import ModelCard
+from tinsmith.errors import InvalidInputError
 from tinsmith.testing import arithmetic
 from tinsmith.wire.messages.sampling import (
     FILL_LOGPROB,
@@ -28,6 +30,7 @@ from tinsmith.wire.messages.sampling import (
     SampledSequence,
     SampleRequest,
     SampleResponse,
+    SamplingParams,
     StopReason,
     TopkLogprobs,
 )
@@ -58,6 +61,7 @@ class Drawing:
     def of(cls, weights_D: Array, request: SampleRequest, seed: int, card: ModelCard) -> Drawing:
         params = request.sampling_params
         check_sample(request, vocab_size=card.vocab_size, max_context_length=card.max_context_length)
+        _refuse_what_needs_a_distribution(params)
         prompt = request.prompt.to_ints()
         length = card.max_context_length - len(prompt) if params.max_tokens is None else params.max_tokens
         key = weights_D.tobytes() + struct.pack(f"<{len(prompt)}i", *prompt)
@@ -112,25 +116,38 @@ def _rows(drawings: Sequence[Drawing]) -> list[_Row]:
     tokens = (numbers % np.repeat(vocabularies, [drawing.size for drawing in drawings])).astype(np.int32)
     rows, start = [], 0
     for drawing in drawings:
-        stop, length = drawing.request.sampling_params.stop, drawing.length
+        params, length = drawing.request.sampling_params, drawing.length
         for _ in drawing.streams:
             tokens_M = tokens[start : start + length]
-            end = _end(tokens_M.tolist(), stop)
+            end = _end(tokens_M.tolist(), params.stop, params.stop_token_ids or [])
             rows.append(_Row(drawing, tokens_M[:end], "length" if end is None else "stop"))
             start += length
     return rows
 
 
-def _end(tokens: list[int], stop: str | list[str | int] | None) -> int | None:
+def _refuse_what_needs_a_distribution(params: SamplingParams) -> None:
+    """Refuse the options that would change these tokens, unless their value has no effect."""
+    without_effect = {"min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+    for name in (*without_effect, "logit_bias", "output_format"):
+        value = getattr(params, name)
+        if value and value != without_effect.get(name):
+            raise InvalidInputError(
+                f"sampling_params.{name}: the in-memory backend draws without a distribution and cannot apply it",
+                field=f"sampling_params.{name}",
+            )
+
+
+def _end(tokens: list[int], stop: str | list[str | int] | None, also: list[int]) -> int | None:
     """Return the number of tokens up to and including the first stop."""
+    ends = [tokens.index(item) + 1 for item in also if item in tokens]
     if stop is None:
-        return tokens.index(END_TOKEN) + 1 if END_TOKEN in tokens else None
+        return min([*ends, tokens.index(END_TOKEN) + 1] if END_TOKEN in tokens else ends, default=None)
     stops = [stop] if isinstance(stop, str) else stop
     if any(isinstance(item, str) for item in stops):
         text = "".join(chr(token) if token < 256 else "\ufffd" for token in tokens)
-        ends = [text.index(item) + len(item) for item in stops if isinstance(item, str) and item and item in text]
+        ends += [text.index(item) + len(item) for item in stops if isinstance(item, str) and item and item in text]
     else:
-        ends = [tokens.index(item) + 1 for item in stops if isinstance(item, int) and item in tokens]
+        ends += [tokens.index(item) + 1 for item in stops if isinstance(item, int) and item in tokens]
     return min(ends, default=None)
 
 

@@ -37,6 +37,10 @@ MAX_STOP_CHARS = 1000
 """Stop sequences of one request, and characters of each."""
 MAX_STOP_BYTES = 4096
 """Bytes of all stop strings together: each is searched for after every token, in a step that other requests share."""
+MAX_BIASES = 1024
+"""Tokens of one request that may have a bias."""
+MAX_GRAMMAR_BYTES = 64 * 1024
+"""Of a JSON schema, regular expression or grammar that constrains a sample."""
 MAX_DEPTH = 16
 MAX_VALUES = 8192
 MAX_CHARACTERS = 512 * 1024
@@ -65,6 +69,9 @@ Labels: TypeAlias = Annotated[dict[ShortText, Label], msgspec.Meta(max_length=25
 Int64: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 StopText: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_STOP_CHARS)]
 Stops: TypeAlias = Annotated[list[StopText | Int64], msgspec.Meta(max_length=MAX_STOPS)]
+StopTokens: TypeAlias = Annotated[list[Int64], msgspec.Meta(max_length=MAX_STOPS)]
+TokenBiases: TypeAlias = Annotated[dict[Int64, float], msgspec.Meta(max_length=MAX_BIASES)]
+GrammarText: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_GRAMMAR_BYTES)]
 
 
 def check_json(value: Any, where: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,8 @@ NOT_GIVEN: Any = msgspec.UNSET
 """The default of an optional field that is not sent unless it is set. Typed Any so that it fits every annotation."""
 
 T = TypeVar("T")
+_PLACE = re.compile(r" - at (?:`key` in )?`\$([^`]*)`$")
+"""Where a value is, at the end of the text of a validation error."""
 
 SeqId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A sequence number: 64 bits, because cloned samplers count in blocks of 10**9."""
@@ -41,6 +44,10 @@ def since(version: str) -> msgspec.Meta:
     with the official releases.
     """
     return msgspec.Meta(extra={"since": version})
+
+
+EXTENSION = msgspec.Meta(extra={"extension": True})
+"""Marks an optional field that only tinsmith has: neither a request nor a `model_dump` shows it unless it was given."""
 
 
 def dec_hook(type_: type[T], value: Any) -> T:
@@ -101,7 +108,7 @@ class Message(ModelMethods, msgspec.Struct, frozen=True, kw_only=True, metaclass
         """Read plain values as a response is read: unknown fields are ignored."""
         check_options("model_validate", options)
         try:
-            return msgspec.convert(value, cls, dec_hook=dec_hook)
+            return msgspec.convert(value, cls, dec_hook=dec_hook, str_keys=True)
         except msgspec.ValidationError as error:
             raise InvalidInputError(f"{cls.__name__}: {describe(error, cls)}", field=field_of(error)) from None
 
@@ -119,7 +126,8 @@ class Message(ModelMethods, msgspec.Struct, frozen=True, kw_only=True, metaclass
         return fields
 
     def _values_of_model(self) -> Iterator[tuple[str, Any]]:
-        yield from ((name, getattr(self, name)) for name in self.__struct_fields__)
+        hidden = {name for name in _extensions(type(self)) if not is_given(self, name)}
+        yield from ((name, getattr(self, name)) for name in self.__struct_fields__ if name not in hidden)
         config = self.__struct_config__
         if config.tag_field is not None:
             yield config.tag_field, config.tag
@@ -165,12 +173,19 @@ def store(message: msgspec.Struct, name: str, value: Any) -> None:
     raise AttributeError(name)
 
 
+@functools.cache
+def _extensions(cls: type[msgspec.Struct]) -> tuple[str, ...]:
+    """Return the fields of a message that are marked EXTENSION."""
+    hints = get_type_hints(cls, include_extras=True)
+    return tuple(name for name in cls.__struct_fields__ if EXTENSION in getattr(hints[name], "__metadata__", ()))
+
+
 def describe(error: msgspec.ValidationError, type_: Any = None) -> str:
     """Return the text of a validation error: the field first and, for a wrong literal, the allowed ones."""
-    where = field_of(error)
-    if where is None:
+    found, where = _PLACE.search(str(error)), field_of(error)
+    if found is None or where is None:
         return str(error)
-    text = str(error).rpartition(" - at `$")[0]
+    text = str(error)[: found.start()]
     literals = _literals_at(type_, where) if text.startswith("Invalid enum value") else ()
     allowed = OFFERED if set(literals) == set(LOSSES) else literals
     return f"{where}: {text}" + (f" (allowed: {', '.join(map(str, allowed))})" if allowed else "")
@@ -178,8 +193,8 @@ def describe(error: msgspec.ValidationError, type_: Any = None) -> str:
 
 def field_of(error: msgspec.ValidationError) -> str | None:
     """Return the path of the field that a validation error is about."""
-    text, _, path = str(error).rpartition(" - at `$")
-    return path.rstrip("`").lstrip(".") or None if text else None
+    found = _PLACE.search(str(error))
+    return found[1].lstrip(".") or None if found else None
 
 
 def _literals_at(type_: Any, path: str) -> tuple[Any, ...]:
@@ -237,10 +252,10 @@ def _checked(cls: Any, values: dict[str, Any]) -> Any:
     for name, value in values.items():
         _check_finite(cls.__name__, name, value)
     try:
-        return msgspec.convert(values, cls, dec_hook=dec_hook)
+        return msgspec.convert(values, cls, dec_hook=dec_hook, str_keys=True)
     except msgspec.ValidationError:
         plain = {key: _plain_scalars(value) for key, value in values.items()}
-        return msgspec.convert(plain, cls, dec_hook=dec_hook)
+        return msgspec.convert(plain, cls, dec_hook=dec_hook, str_keys=True)
 
 
 def _check_finite(cls_name: str, where: str, value: Any) -> None:

@@ -160,7 +160,8 @@ def _dump(value: Any, left: _Left, include: Selection | None, exclude: Selection
         kept = [(name, item) for name, item in value._values_of_model() if not left.leaves_out(value, name, item)]
         return _dump_items(kept, left, include, exclude)
     if isinstance(value, Mapping):
-        return _dump_items(value.items(), left, include, exclude)
+        dumped = _dump_items(value.items(), left, include, exclude)
+        return {str(key): item for key, item in dumped.items()} if left.as_json else dumped
     if isinstance(value, (list, tuple)):
         return list(_dump_items(enumerate(value), left, include, exclude, len(value)).values())
     if hasattr(value, "to_builtins"):

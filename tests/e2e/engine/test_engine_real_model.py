@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.client.tokenizers.tokenizer import load_tokenizer
 from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models import sources
 from tinsmith.engine.models.attention import PackedAttention
 from tinsmith.engine.models.load import LoadedModel, load_model
 from tinsmith.engine.training.trainer import Trainer
+from tinsmith.text.tokenizer import load_tokenizer
 from tinsmith.wire.messages.training import ForwardBackwardInput, ForwardBackwardRequest
 from tinsmith.wire.values.inputs import Datum, ModelInput
 

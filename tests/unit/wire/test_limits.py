@@ -140,7 +140,19 @@ def test_data_is_bounded(make: Any, says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [{"seed": 2**63}, {"stop": ["x"] * 65}, {"stop": "x" * 1001}, {"stop": ["x" * 1001]}, {"top_k": 2**70}]
+    "params",
+    [
+        {"seed": 2**63},
+        {"stop": ["x"] * 65},
+        {"stop": "x" * 1001},
+        {"stop": ["x" * 1001]},
+        {"top_k": 2**70},
+        {"stop_token_ids": [1] * 65},
+        {"stop_token_ids": [2**70]},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"logit_bias": {2**70: 1.0}},
+        {"output_format": {"type": "regex", "schema": "x" * 65_537}},
+    ],
 )
 def test_sampling_parameters_are_bounded(params: Any) -> None:
     with pytest.raises(InvalidInputError, match=f"{next(iter(params))}.*: Expected"):

@@ -156,7 +156,7 @@ async def _ended_runs(config: ServerConfig) -> Doomed:
 async def _opened(config: ServerConfig) -> AsyncIterator[tuple[Any, Any]]:
     """Open the database that belongs to the data directory; yields the `Store` and the `Files`."""
     from tinsmith.server.data_dir import Files
-    from tinsmith.server.installation import check_installation
+    from tinsmith.server.ops.installation import check_installation
     from tinsmith.store.open import open_store
 
     store = open_store(config.database_url)

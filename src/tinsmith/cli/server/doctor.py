@@ -30,7 +30,7 @@ MIN_FREE_BYTES = 2 * 10**9
 BASE = ("aiohappyeyeballs", "aiohttp", "click", "httptools", "msgspec", "numpy", "prompt-toolkit", "rich", "zstandard")
 EXTRAS = {
     "tokenizers": ("jinja2", "tokenizers"),
-    "server": ("gguf", "h11", "numba", "prometheus-client", "pyjwt", "pyrage", "python-multipart",
+    "server": ("gguf", "h11", "llguidance", "numba", "prometheus-client", "pyjwt", "pyrage", "python-multipart",
                "safetensors", "starlette", "torch", "uvicorn", *(("uvloop",) if sys.platform != "win32" else ())),
     "plot": ("matplotlib",),
     "postgres": ("psycopg",),
@@ -198,8 +198,8 @@ def default_model() -> list[Check]:
 
 
 def _round_trip(name: str, directory: Path) -> Check:
-    from tinsmith.client.tokenizers.tokenizer import load_tokenizer
     from tinsmith.errors import TinkerError
+    from tinsmith.text.tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(str(directory))

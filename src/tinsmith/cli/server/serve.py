@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import click
 
 from tinsmith.cli.output import echo
-from tinsmith.config import ServerConfig
+from tinsmith.config import ServerConfig, named
 from tinsmith.errors import TinkerError
 
 NEEDS_SERVER = "the server is not installed; pip install 'tinsmith[server]'"
@@ -29,6 +29,20 @@ NEEDS_SERVER = "the server is not installed; pip install 'tinsmith[server]'"
     multiple=True,
     metavar="NAME[=SOURCE]",
     help="Base model; SOURCE is a directory, GGUF file or Hub ID. Repeatable.  [default: SmolLM2-135M-Instruct]",
+)
+@click.option(
+    "--alias",
+    "aliases",
+    multiple=True,
+    metavar="NAME=MODEL",
+    help="Name for a base model or tinker:// path, for OpenAI and Anthropic clients. Repeatable.",
+)
+@click.option(
+    "--chat-template",
+    "chat_templates",
+    multiple=True,
+    metavar="[NAME=]FILE",
+    help="Chat template (Jinja) for a model, checkpoint or alias; without NAME, for all. Repeatable.",
 )
 @click.option("--database", metavar="URL", help="postgresql://... or a file.  [default: SQLite in the data directory]")
 @click.option(
@@ -53,6 +67,8 @@ def serve(
     port: int | None,
     data_dir: Path | None,
     models: tuple[str, ...],
+    aliases: tuple[str, ...],
+    chat_templates: tuple[str, ...],
     database: str | None,
     api_key_file: Path | None,
     api_key: str | None,
@@ -80,6 +96,8 @@ def serve(
             port=port,
             data_dir=data_dir,
             models=models or None,
+            aliases=dict(named("aliases", text) for text in aliases) or None,
+            chat_templates=dict(named("chat_templates", text) for text in chat_templates) or None,
             database=database,
             api_key=api_key,
             api_key_file=api_key_file,

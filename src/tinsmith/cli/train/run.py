@@ -36,7 +36,7 @@ from tinsmith.cli.train.state import (
     write_reference,
     write_state,
 )
-from tinsmith.client.tokenizers.find import tokenizer_of
+from tinsmith.client.find_tokenizer import tokenizer_of
 from tinsmith.errors import APIStatusError, RequestFailedError, TinkerError
 
 Note = Callable[[str], None]

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from tinsmith.client.runtime.optional_packages import import_torch
 from tinsmith.errors import InvalidInputError, WireError
+from tinsmith.text.optional_packages import import_torch
 from tinsmith.wire.losses import LossFnType
 from tinsmith.wire.messages.training import ForwardBackwardOutput, LossFnOutput
 from tinsmith.wire.values.inputs import Datum

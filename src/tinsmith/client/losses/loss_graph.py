@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import msgspec
 
-from tinsmith.client.runtime.optional_packages import import_torch
 from tinsmith.errors import InvalidInputError
+from tinsmith.text.optional_packages import import_torch
 from tinsmith.wire.messages.training import CustomLossGraph, CustomLossInput, CustomLossInputRank, CustomLossNode
 
 if TYPE_CHECKING:

@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, get_args
 
 from tinsmith.client.losses.custom_loss import LossFn
-from tinsmith.client.runtime.optional_packages import import_torch
 from tinsmith.errors import InvalidInputError
+from tinsmith.text.optional_packages import import_torch
 from tinsmith.wire.values.inputs import Datum
 
 if TYPE_CHECKING:

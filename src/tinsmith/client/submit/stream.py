@@ -45,6 +45,8 @@ class SampledTokens:
     tokens: list[int]
     logprobs: list[float]
     stop_reason: str | None = None
+    topk_logprobs: list[list[tuple[int, float]]] | None = None
+    """For each token the most likely ones at its position; None unless `topk_sample_logprobs` asks for them."""
 
 
 async def stream_sample(
@@ -186,10 +188,11 @@ class _SampleStream:
             raise WireError(f"the stream skipped tokens {have} to {position} of sample {event.index}")
         new = slice(have - position, None)
         tokens, logprobs = event.tokens[new], (event.logprobs or [])[new]
+        topk = None if event.topk is None else event.topk[new]
         if tokens:
             self._have[event.index] += len(tokens)
             self._retries.restart()
-            await self._take(SampledTokens(event.index, tokens, logprobs))
+            await self._take(SampledTokens(event.index, tokens, logprobs, None, topk))
 
     def _begun(self, request_id: str | None) -> None:
         if request_id is not None:
@@ -210,6 +213,7 @@ class _TokenEvent(msgspec.Struct):
     logprobs: list[float] | None = None
     position: int | None = None
     """The position of the first token in its sample."""
+    topk: list[list[tuple[int, float]]] | None = None
 
 
 class _End(msgspec.Struct):

@@ -130,11 +130,3 @@ def write_tokenizer(tokenizer: BpeTokenizer, directory: Path) -> None:
     (directory / "tokenizer.json").write_text(content + "\n", encoding="utf-8")
     config = json.dumps(tokenizer.tokenizer_config(), ensure_ascii=False, indent=2)
     (directory / "tokenizer_config.json").write_text(config + "\n", encoding="utf-8")
-
-
-def byte_alphabet() -> list[str]:
-    """Return the character that stands for each byte: itself if it is printable, else one from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    stand_ins = {byte: chr(0x100 + place) for place, byte in enumerate(others)}
-    return [chr(byte) if byte in printable else stand_ins[byte] for byte in range(256)]

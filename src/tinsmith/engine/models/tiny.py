@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from tinsmith.engine.models.bpe_tokenizer import BpeTokenizer, byte_alphabet, write_tokenizer
+from tinsmith.engine.models.bpe_tokenizer import BpeTokenizer, write_tokenizer
 from tinsmith.engine.models.config import config_from_hf
 from tinsmith.engine.models.decoder import weight_shapes
 from tinsmith.errors import InvalidInputError
+from tinsmith.text.token_bytes import byte_alphabet
 
 FAMILIES: Mapping[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},

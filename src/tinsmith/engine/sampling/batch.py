@@ -17,8 +17,9 @@ import torch
 from tinsmith.engine.sampling.block_attention import BlockCache, NewTokens
 from tinsmith.engine.sampling.decoder import FrozenAdapter, InferenceDecoder, RowAdapters
 from tinsmith.engine.sampling.draw import draw_from, topk, uniforms
+from tinsmith.engine.sampling.logit_changes import RowChanges
 from tinsmith.engine.sampling.sequence import Listed, Sequence
-from tinsmith.errors import NonFiniteError, TinkerError
+from tinsmith.errors import InvalidInputError, NonFiniteError, TinkerError
 
 SCORED_ROWS = 64
 """Prompt positions scored at a time, to limit the memory of their logits."""
@@ -142,14 +143,38 @@ def _drawn(sequences: List[Sequence], logits_SV: torch.Tensor) -> list[Drawn]:
     numbers = uniforms(
         [state.job.seed for state in states], [index for _, index in wanted], [sequences[row].drawn for row in rows]
     )
-    tokens, logprobs = draw_from(logits_SV, rows, [state.rule for state in states], numbers)
-    results = [Drawn(sequence, [], [], []) for sequence in sequences]
+    results, changes = _changes(sequences)
+    tokens, logprobs = draw_from(
+        logits_SV,
+        rows,
+        [state.rule for state in states],
+        numbers,
+        {i: changes[row] for i, row in enumerate(rows) if row in changes},
+    )
     listed = _listed(sequences, logits_SV)
     for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
         results[row].tokens.append(token)
         results[row].logprobs.append(logprob)
         results[row].topk.append(listed.get(row))
     return [_checked(result, logits_V) for result, logits_V in zip(results, logits_SV, strict=True)]
+
+
+def _changes(sequences: List[Sequence]) -> tuple[list[Drawn], dict[int, RowChanges]]:
+    """Return a result to fill for each row, and the changes of the rows that have any.
+
+    A grammar may turn out to be too complex while it is followed; that is the error of its row.
+    """
+    results, changes = [], {}
+    for row, sequence in enumerate(sequences):
+        result = Drawn(sequence, [], [], [])
+        try:
+            change = sequence.changes()
+        except InvalidInputError as error:
+            change, result = None, Drawn(sequence, [], [], [], error)
+        if change is not None:
+            changes[row] = change
+        results.append(result)
+    return results, changes
 
 
 def _samples(sequence: Sequence) -> List[int]:
@@ -177,6 +202,8 @@ def _listed(sequences: List[Sequence], logits_SV: torch.Tensor) -> dict[int, Lis
 
 def _checked(drawn: Drawn, logits_V: torch.Tensor) -> Drawn:
     """Return the tokens, or an error if the logits overflowed: there is no distribution to draw from then."""
+    if drawn.error is not None:
+        return drawn
     numbers = drawn.logprobs or [float(logits_V.amax())]
     is_finite = all(number - number == 0 for number in numbers)
     if is_finite:

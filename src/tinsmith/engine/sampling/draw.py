@@ -1,4 +1,4 @@
-"""From logits to tokens: temperature, top-k, top-p, and the random numbers that decide.
+"""From logits to tokens: temperature, top-k, top-p, min-p, and the random numbers that decide.
 
 Two tricks make a sample reproducible whatever runs beside it, and after any number of restarts.
 
@@ -19,7 +19,7 @@ Shapes: S rows, V vocabulary, N candidates, W blocks of the vocabulary, K listed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ import torch
 from torch.nn.functional import pad
 
 from tinsmith.engine.cpu.linear import can_compile, can_pack
+from tinsmith.engine.sampling.logit_changes import RowChanges
 
 NUCLEUS_CANDIDATES = 256
 """How many of the most likely tokens top-p considers first; only flat distributions need all of them sorted."""
@@ -41,11 +42,15 @@ _HOTTEST = 1e30
 
 @dataclass(frozen=True, slots=True)
 class DrawRule:
-    """How to draw from one row. Temperature 0 takes the most likely token; top_k -1 and top_p 1 restrict nothing."""
+    """How to draw from one row.
+
+    Temperature 0 takes the most likely token; top_k -1, top_p 1 and min_p 0 restrict nothing.
+    """
 
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
 
     @property
     def is_greedy(self) -> bool:
@@ -53,25 +58,52 @@ class DrawRule:
 
     @property
     def is_restricted(self) -> bool:
+        return self.needs_order or self.min_p > 0
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether the most likely tokens must be sorted."""
         return self.top_k > 0 or self.top_p < 1
 
 
 def draw_from(
-    logits_SV: torch.Tensor, rows: Sequence[int], rules: Sequence[DrawRule], uniforms_I: npt.NDArray[np.float64]
+    logits_SV: torch.Tensor,
+    rows: Sequence[int],
+    rules: Sequence[DrawRule],
+    uniforms_I: npt.NDArray[np.float64],
+    changes: Mapping[int, RowChanges] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw from these rows of the logits, each as often as it is listed: return tokens_I and logprobs_I."""
-    if not can_pack(logits_SV.device, logits_SV.dtype) or not can_compile():
-        return _draw_listed(logits_SV, rows, rules, uniforms_I)
-    from tinsmith.engine.cpu.draw import draw_plain
+    """Draw from these rows of the logits, each as often as it is listed: return tokens_I and logprobs_I.
 
-    temperatures_I = np.array([_divisor(rule) for rule in rules], np.float32)
-    tokens_I, logprobs_I = draw_plain(logits_SV, np.array(rows, np.int64), temperatures_I, uniforms_I)
-    restricted = [i for i, rule in enumerate(rules) if rule.is_restricted and not rule.is_greedy]
-    if restricted:
-        tokens_I[restricted], logprobs_I[restricted] = _draw_listed(
-            logits_SV, [rows[i] for i in restricted], [rules[i] for i in restricted], uniforms_I[restricted]
+    `changes` are applied to copies of the rows for these draws; the logprobs are those of the unchanged rows.
+    """
+    changes = changes or {}
+    if not can_pack(logits_SV.device, logits_SV.dtype) or not can_compile():
+        tokens_I, logprobs_I = _draw_listed(logits_SV, rows, rules, uniforms_I)
+        slow = []
+    else:
+        from tinsmith.engine.cpu.draw import draw_plain
+
+        temperatures_I = np.array([_divisor(rule) for rule in rules], np.float32)
+        tokens_I, logprobs_I = draw_plain(logits_SV, np.array(rows, np.int64), temperatures_I, uniforms_I)
+        slow = [i for i, rule in enumerate(rules) if rule.is_restricted and not rule.is_greedy and i not in changes]
+    if slow:
+        tokens_I[slow], logprobs_I[slow] = _draw_listed(
+            logits_SV, [rows[i] for i in slow], [rules[i] for i in slow], uniforms_I[slow]
         )
+    for i, change in changes.items():
+        tokens_I[i], logprobs_I[i] = _draw_changed(logits_SV[rows[i]], rules[i], uniforms_I[i : i + 1], change)
     return tokens_I, logprobs_I
+
+
+def _draw_changed(
+    logits_V: torch.Tensor, rule: DrawRule, uniform_1: npt.NDArray[np.float64], change: RowChanges
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw one token from a changed copy of a row. One row at a time, so that no other row can matter."""
+    changed_1V = logits_V.clone().unsqueeze(0)
+    change.apply(changed_1V[0])
+    tokens_1, logprobs_1 = draw(changed_1V, logits_V.log_softmax(dim=0).unsqueeze(0), [rule], uniform_1)
+    return tokens_1[0], logprobs_1[0]
 
 
 def _draw_listed(
@@ -116,7 +148,8 @@ def topk(logprobs_SV: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _kinds(rules: Sequence[DrawRule], vocabulary: int) -> dict[int, list[int]]:
-    """Group rows by how they are drawn: 0 greedy, -1 from all tokens, else the number of candidates to sort.
+    """Group rows by how they are drawn: 0 greedy, -1 from all tokens, -2 from those that min_p leaves, else the number
+    of candidates to sort.
 
     That number depends on the row alone, so that ties are broken the same way in every batch.
     """
@@ -124,8 +157,8 @@ def _kinds(rules: Sequence[DrawRule], vocabulary: int) -> dict[int, list[int]]:
     for i, rule in enumerate(rules):
         if rule.is_greedy:
             kind = 0
-        elif not rule.is_restricted:
-            kind = -1
+        elif not rule.needs_order:
+            kind = -2 if rule.min_p > 0 else -1
         else:
             kind = min(rule.top_k if rule.top_k > 0 else NUCLEUS_CANDIDATES, vocabulary)
         kinds.setdefault(kind, []).append(i)
@@ -139,9 +172,16 @@ def _draw_kind(
         return logits_SV.argmax(dim=1)
     probs_SV = _tempered(logits_SV, rules)
     numbers_S1 = torch.from_numpy(uniforms_S).to(logits_SV.device).unsqueeze(1)
+    if kind == -2:
+        probs_SV = probs_SV.masked_fill(probs_SV < _least(probs_SV.amax(dim=1, keepdim=True), rules), 0.0)
     if kind < 0:
         return _Blocks(probs_SV).draw(numbers_S1)
     return _from_candidates(kind, probs_SV, rules, numbers_S1)
+
+
+def _least(highest_S1: torch.Tensor, rules: Sequence[DrawRule]) -> torch.Tensor:
+    """Return the lowest probability that min_p leaves in each row, given the highest."""
+    return highest_S1 * torch.tensor([[rule.min_p] for rule in rules], device=highest_S1.device)
 
 
 def _divisor(rule: DrawRule) -> float:
@@ -186,9 +226,11 @@ def _from_candidates(
     has_top_k_S1 = torch.tensor([[rule.top_k > 0] for rule in rules], device=device)
     cumulative_SN = values_SN.double().cumsum(dim=1)
     limits_S1 = limits_S1 * torch.where(has_top_k_S1, cumulative_SN[:, -1:], 1.0)
-    picked_S1 = _from_nucleus(cumulative_SN, limits_S1, numbers_S1)
+    kept_S1 = (values_SN >= _least(values_SN[:, :1], rules)).sum(dim=1, keepdim=True)
+    picked_S1 = _from_nucleus(cumulative_SN, limits_S1, kept_S1, numbers_S1)
     chosen_S = tokens_SN.gather(1, picked_S1).squeeze(1)
-    too_few = (~has_top_k_S1 & (cumulative_SN[:, -1:] < limits_S1)).squeeze(1)
+    is_cut_S1 = kept_S1 < count
+    too_few = (~has_top_k_S1 & ~is_cut_S1 & (cumulative_SN[:, -1:] < limits_S1)).squeeze(1)
     if count < probs_SV.shape[1] and bool(too_few.any()):
         chosen_S[too_few] = _from_candidates(
             probs_SV.shape[1],
@@ -199,9 +241,12 @@ def _from_candidates(
     return chosen_S
 
 
-def _from_nucleus(cumulative_SN: torch.Tensor, limits_S1: torch.Tensor, numbers_S1: torch.Tensor) -> torch.Tensor:
-    """Draw from the smallest number of first candidates whose mass reaches the limit."""
+def _from_nucleus(
+    cumulative_SN: torch.Tensor, limits_S1: torch.Tensor, kept_S1: torch.Tensor, numbers_S1: torch.Tensor
+) -> torch.Tensor:
+    """Draw from the smallest number of first candidates whose mass reaches the limit, and at most from `kept`."""
     last_S1 = torch.searchsorted(cumulative_SN, limits_S1).clamp_(max=cumulative_SN.shape[1] - 1)
+    last_S1 = last_S1.minimum((kept_S1 - 1).clamp_(min=0))
     picked_S1, _ = _search(cumulative_SN, numbers_S1 * cumulative_SN.gather(1, last_S1))
     return picked_S1.minimum(last_S1)
 

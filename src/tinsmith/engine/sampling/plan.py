@@ -1,7 +1,8 @@
 """What the sampler will do for a request, fixed before any work starts: its prompt, its length, its stop rule.
 
 `stop` has three meanings. Absent: a sample ends at one of the model's end-of-sequence tokens. `[]`: only its length
-ends it. Token ids or strings: these end it, and so do the end-of-sequence tokens. What ends a sample is part of it.
+ends it. Token ids or strings: these end it, and so do the end-of-sequence tokens. `stop_token_ids` end it in each case.
+What ends a sample is part of it.
 Stop strings are matched as bytes, because a string (or one character of it) may be spread over several tokens.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tinsmith.engine.sampling.kv_cache import Weights
+from tinsmith.engine.sampling.logit_changes import LogitRule, logit_rule
 from tinsmith.errors import InvalidInputError
 from tinsmith.wire.messages.sampling import SampleRequest
 from tinsmith.wire.rules.sample_rules import check_sample
@@ -32,15 +34,15 @@ class StopRule:
         return max(map(len, self.texts), default=0)
 
 
-def stop_rule(stop: str | Sequence[str | int] | None, eos_tokens: Sequence[int]) -> StopRule:
-    """Return the rule that a request's `stop` stands for."""
+def stop_rule(stop: str | Sequence[str | int] | None, eos_tokens: Sequence[int], also: Sequence[int] = ()) -> StopRule:
+    """Return the rule that a request's `stop` stands for; `also` are its `stop_token_ids`."""
     if stop is None:
-        return StopRule(frozenset(eos_tokens))
+        return StopRule(frozenset(eos_tokens).union(also))
     listed = [stop] if isinstance(stop, str) else list(stop)
     if not listed:
-        return StopRule()
+        return StopRule(frozenset(also))
     texts = tuple(item.encode(errors="surrogatepass") for item in listed if isinstance(item, str))
-    return StopRule(frozenset(eos_tokens).union(item for item in listed if isinstance(item, int)), texts)
+    return StopRule(frozenset(eos_tokens).union(also, (item for item in listed if isinstance(item, int))), texts)
 
 
 class StopMatcher:
@@ -95,6 +97,8 @@ class SamplePlan:
     """The first prompt position whose logprob (and top-k) is requested."""
     first_needed: int
     """The first prompt position whose hidden state is needed; what lies before it may come from the cache."""
+    logit_rule: LogitRule | None = None
+    """Penalties and bias."""
 
 
 def plan_sample(request: SampleRequest, config: ModelConfig, cache_tokens: int) -> SamplePlan:
@@ -122,8 +126,9 @@ def plan_sample(request: SampleRequest, config: ModelConfig, cache_tokens: int) 
     return SamplePlan(
         prompt=prompt,
         max_new=max_new,
-        stop=stop_rule(params.stop, config.eos_token_ids),
+        stop=stop_rule(params.stop, config.eos_token_ids, params.stop_token_ids or ()),
         scores_prompt=scores_prompt,
         first_scored=first_scored,
         first_needed=first_needed,
+        logit_rule=logit_rule(params, prompt),
     )

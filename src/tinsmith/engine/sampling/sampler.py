@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as List
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -30,12 +31,18 @@ from tinsmith.engine.sampling.block_attention import BlockCache, block_bytes
 from tinsmith.engine.sampling.cache_room import CacheRoom
 from tinsmith.engine.sampling.decoder import FrozenAdapter
 from tinsmith.engine.sampling.fused_decoder import FusedDecoder, inference_decoder
+from tinsmith.engine.sampling.grammar import Grammar, Grammars
 from tinsmith.engine.sampling.kv_cache import PrefixIndex
 from tinsmith.engine.sampling.plan import SampleJob, StopMatcher, plan_sample
 from tinsmith.engine.sampling.prompt_scores import PromptScores
-from tinsmith.engine.sampling.sequence import JobState, SampleTokens, Sequence, SequenceQueue
+from tinsmith.engine.sampling.sequence import JobState, Listed, SampleTokens, Sequence, SequenceQueue
 from tinsmith.errors import InvalidInputError
 from tinsmith.wire.messages.sampling import SampleResponse
+
+MASK_WAIT_S = 0.002
+"""How long a step waits for masks of its samples; those that take longer join a later step."""
+GRAMMAR_WAIT_S = 0.01
+"""How long a step that has nothing else to do waits for a grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +53,8 @@ class NewToken:
     index: int
     token: int
     logprob: float
+    topk: Listed | None = None
+    """The most likely tokens at its position, if the request asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +109,11 @@ class Sampler:
         token_bytes: List[bytes],
         limits: SamplerLimits,
         cache_dir: Path | None = None,
+        special_tokens: frozenset[int] = frozenset(),
     ) -> None:
-        """`token_bytes` are the bytes of each token (`token_bytes.read_token_bytes`), for stop strings.
+        """`token_bytes` are the bytes of each token (`token_bytes.read_token_bytes`), for stop strings and grammars.
+
+        `special_tokens` are those that are no text, which a grammar never allows.
 
         With `cache_dir`, kernels are compiled now, unless a note there says that this was done before; without it, they
         are compiled when first used.
@@ -124,6 +136,9 @@ class Sampler:
         self._room = CacheRoom(cache, PrefixIndex(count, size))
         self._batch = SampleBatch(self._decoder, cache)
         self._adapters: dict[Hashable, FrozenAdapter] = {}
+        self._grammars = Grammars(token_bytes, special_tokens, config.eos_token_ids, config.vocab_size)
+        self._compiling: dict[JobState, Future[Grammar]] = {}
+        """Jobs that start when their grammar is compiled."""
         self._jobs: dict[str, JobState] = {}
         self._running: list[Sequence] = []
         self._waiting = SequenceQueue()
@@ -141,7 +156,7 @@ class Sampler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        return bool(self._running or self._waiting or self._compiling)
 
     def add_adapter(self, name: Hashable, adapter: LoraAdapter) -> int:
         """Store a frozen copy of an adapter and return its size in bytes.
@@ -171,15 +186,22 @@ class Sampler:
         plan = plan_sample(job.request, self._decoder.config, self.context_length)
         state = JobState(job, plan, PromptScores(job.request, plan, job.seed))
         self._jobs[job.id] = state
-        self._waiting.add(Sequence(state, None, self._next_arrival(), SampleTokens(plan.prompt)))
+        output = job.request.sampling_params.output_format
+        if output is not None and plan.max_new:
+            self._compiling[state] = self._grammars.compile(output, plan.stop.tokens, job.tenant)
+        else:
+            self._enqueue(state)
 
     def cancel(self, job_id: str) -> bool:
         """Cancel a job and free its memory at once; return whether it existed."""
         state = self._jobs.pop(job_id, None)
         if state is None:
             return False
+        if state in self._compiling:
+            self._compiling.pop(state).cancel()
         for sequence in [s for s in self._running if s.state is state]:
             self._room.release(sequence)
+            sequence.drop_grammar()
         self._running = [s for s in self._running if s.state is not state]
         self._waiting.remove_job(state)
         return True
@@ -187,8 +209,12 @@ class Sampler:
     @torch.inference_mode()
     def step(self, tenants: Iterable[str] | None = None) -> StepReport:
         """Run one step for these tenants (None: all)."""
-        chunks = self._schedule(None if tenants is None else frozenset(tenants))
         events: list[Event] = []
+        self._begin_compiled(events)
+        self._await_masks()
+        chunks = self._schedule(None if tenants is None else frozenset(tenants))
+        if not chunks:
+            self._await_grammars()
         if chunks:
             drawn = self._batch.run(chunks, self._adapters)
             for chunk in chunks:
@@ -202,6 +228,37 @@ class Sampler:
             by_job[chunk.sequence.state.job.id] += chunk.count
         return StepReport(events, by_tenant, by_job)
 
+    def _enqueue(self, state: JobState) -> None:
+        self._waiting.add(Sequence(state, None, self._next_arrival(), SampleTokens(state.plan.prompt)))
+
+    def _begin_compiled(self, events: list[Event]) -> None:
+        """Queue the jobs whose grammar is compiled; fail those whose grammar cannot be."""
+        for state, compiled in list(self._compiling.items()):
+            if not compiled.done():
+                continue
+            del self._compiling[state]
+            try:
+                state.grammar = compiled.result()
+            except Exception as error:
+                del self._jobs[state.job.id]
+                events.append(FailedEvent(state.job.id, error))
+            else:
+                self._enqueue(state)
+
+    def _pending_masks(self) -> list[Future[Any]]:
+        constrained = [sequence for sequence in self._running if sequence.state.grammar is not None]
+        return [mask for sequence in constrained if (mask := sequence.mask) is not None and not mask.done()]
+
+    def _await_masks(self) -> None:
+        """Give masks that are nearly ready the time to join this step."""
+        if masks := self._pending_masks():
+            wait(masks, MASK_WAIT_S)
+
+    def _await_grammars(self) -> None:
+        """Wait a moment for a grammar or a mask when nothing else can run, instead of looking again at once."""
+        if pending := [*self._compiling.values(), *self._pending_masks()]:
+            wait(pending, GRAMMAR_WAIT_S, FIRST_COMPLETED)
+
     def _next_arrival(self) -> int:
         self._arrivals += 1
         return self._arrivals
@@ -209,7 +266,7 @@ class Sampler:
     def _schedule(self, tenants: frozenset[str] | None) -> list[Chunk]:
         """Choose the tokens of this step and reserve their blocks: running samples first, then prompts by tenant."""
         chunks: list[Chunk] = []
-        allowed = [s for s in self._running if tenants is None or s.tenant in tenants]
+        allowed = [s for s in self._running if (tenants is None or s.tenant in tenants) and s.is_ready]
         for sequence in sorted(allowed, key=lambda s: s.arrival):
             if sequence.is_single and sequence in self._running and self._make_room(sequence, 1, chunks):
                 chunks.append(Chunk(sequence, 1))
@@ -236,7 +293,7 @@ class Sampler:
     def _prefill(self, tenant: str, tenants: frozenset[str] | None, budget: int, chunks: list[Chunk]) -> int:
         """Add up to `budget` tokens of a tenant's prompts, running ones before new ones; return how many were added."""
         left = budget
-        own = [s for s in self._running if s.tenant == tenant and not s.is_single]
+        own = [s for s in self._running if s.tenant == tenant and not s.is_single and s.is_ready]
         for sequence in sorted(own, key=lambda s: s.arrival):
             count = min(sequence.pending, left)
             if count and sequence in self._running and self._make_room(sequence, count, chunks):
@@ -266,8 +323,9 @@ class Sampler:
         return True
 
     def _put_back(self, sequence: Sequence, chunks: list[Chunk]) -> None:
-        """Preempt a sequence: it keeps its tokens and loses its blocks."""
+        """Preempt a sequence: it keeps its tokens and loses its blocks and its place in a grammar."""
         self._room.release(sequence)
+        sequence.drop_grammar()
         self._running.remove(sequence)
         self._waiting.add(sequence)
         chunks[:] = [chunk for chunk in chunks if chunk.sequence is not sequence]
@@ -276,7 +334,7 @@ class Sampler:
         """Start the next waiting sequence of a tenant, if there is room for it."""
 
         def may_begin(waiting: Sequence) -> bool:
-            return not any(self._room.is_ahead(chunk.sequence, waiting) for chunk in chunks)
+            return waiting.is_ready and not any(self._room.is_ahead(chunk.sequence, waiting) for chunk in chunks)
 
         sequence = self._waiting.first(tenant, may_begin)
         if sequence is None:
@@ -350,11 +408,14 @@ class Sampler:
         if drawn.error is not None:
             raise drawn.error
         samples = self._begin_samples(sequence) if sequence.index is None else [sequence]
+        waiting = set(samples).difference(self._running) if sequence.index is None else ()
         for sample, token, logprob, row in zip(samples, drawn.tokens, drawn.logprobs, drawn.topk, strict=True):
             assert sample.index is not None
-            events.append(NewToken(state.job.id, sample.index, token, logprob))
+            events.append(NewToken(state.job.id, sample.index, token, logprob, row))
             if sample.push(token, logprob, row):
                 self._drop(sample)
+            elif sample in waiting:
+                sample.drop_grammar()
         if state.is_done:
             del self._jobs[state.job.id]
             events.append(DoneEvent(state.job.id, state.response()))

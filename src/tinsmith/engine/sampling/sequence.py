@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
 from tinsmith.engine.sampling.draw import DrawRule
+from tinsmith.engine.sampling.grammar import Grammar, GrammarState
+from tinsmith.engine.sampling.logit_changes import DrawnTokens, Mask, RowChanges
 from tinsmith.engine.sampling.plan import SampleJob, SamplePlan, StopMatcher
 from tinsmith.engine.sampling.prompt_scores import PromptScores
 from tinsmith.wire.messages.sampling import SampledSequence, SampleResponse, StopReason, TopkLogprobs
@@ -31,11 +34,14 @@ class JobState:
     finished: dict[int, SampledSequence] = field(default_factory=dict)
     hit_tokens: int | None = None
     """Prompt tokens that the cache had when the job started."""
+    grammar: Grammar | None = None
+    """What the samples must look like; set before the job's first step."""
 
-    @property
-    def rule(self) -> DrawRule:
+    rule: DrawRule = field(init=False)
+
+    def __post_init__(self) -> None:
         params = self.job.request.sampling_params
-        return DrawRule(params.temperature, params.top_k, params.top_p)
+        self.rule = DrawRule(params.temperature, params.top_k, params.top_p, params.min_p or 0.0)
 
     @property
     def is_done(self) -> bool:
@@ -87,6 +93,10 @@ class Sequence:
     matcher: StopMatcher | None = None
     logprobs: list[float] = field(default_factory=list)
     topk: list[Listed] = field(default_factory=list)
+    grammar: GrammarState | None = None
+    """Where the sample is in its grammar; a preempted sample has none."""
+    seen: DrawnTokens | None = None
+    """The drawn tokens that penalties count."""
 
     @property
     def tenant(self) -> str:
@@ -106,6 +116,29 @@ class Sequence:
         """Return how many tokens have been drawn."""
         return len(self.logprobs)
 
+    @property
+    def mask(self) -> Future[Mask] | None:
+        """Return the mask of the next token, which may still be computed; None if every token may be drawn."""
+        if self.index is None or self.state.grammar is None:
+            return None
+        if self.grammar is None:
+            self.grammar = self.state.grammar.resume(self.tokens.drawn)
+        return self.grammar.mask
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether a token can be drawn as soon as the model has computed its logits."""
+        return self.state.grammar is None or (mask := self.mask) is None or mask.done()
+
+    def changes(self) -> RowChanges | None:
+        """Return how the logits of the next token are changed; None: not at all."""
+        rule, grammar = self.state.plan.logit_rule, self.state.grammar
+        if rule is None and grammar is None:
+            return None
+        if self.index is None:
+            return RowChanges(rule, None, None if grammar is None else grammar.first_mask_V)
+        return RowChanges(rule, self.seen, None if (mask := self.mask) is None else mask.result())
+
     def reusable(self) -> int:
         """Return how many tokens may come from the cache: not the last one, and none whose logits are needed."""
         if self.index is not None:
@@ -119,13 +152,32 @@ class Sequence:
         if row is not None:
             self.topk.append(row)
         assert self.matcher is not None
-        if self.matcher.push(token):
+        if self.matcher.push(token) or self._is_complete(token):
             self.finish("stop")
             return True
         if self.drawn == self.state.plan.max_new:
             self.finish("length")
             return True
         return False
+
+    def _is_complete(self, token: int) -> bool:
+        """Count and follow a token that has not ended the sample; return whether its grammar allows no more."""
+        rule = self.state.plan.logit_rule
+        if rule is not None:
+            self.seen = self.seen or DrawnTokens(rule)
+            self.seen.push(token)
+        if self.state.grammar is None:
+            return False
+        if self.drawn == 1:
+            self.grammar = self.state.grammar.start()
+        assert self.grammar is not None, "a token was drawn before its mask was known"
+        return self.grammar.push(token)
+
+    def drop_grammar(self) -> None:
+        """Forget where the sample is in its grammar while it does not run; its tokens tell."""
+        if self.grammar is not None:
+            self.grammar.mask.cancel()
+            self.grammar = None
 
     def finish(self, reason: StopReason) -> None:
         assert self.index is not None

@@ -14,9 +14,9 @@ from tinsmith.engine.sampling import sampler
 from tinsmith.engine.sampling.adapters import Name, SamplerAdapters
 from tinsmith.engine.sampling.plan import SampleJob
 from tinsmith.engine.sampling.sampler import Sampler, SamplerLimits
-from tinsmith.engine.sampling.token_bytes import read_token_bytes
 from tinsmith.engine.worker.executor import SampleEvent, SamplerStep, TorchOptions, as_job_failures, failure
 from tinsmith.engine.worker.memory import MemoryCaps
+from tinsmith.text.token_bytes import read_special_tokens, read_token_bytes
 from tinsmith.wire.codecs import json_codec
 from tinsmith.wire.codecs.proto_sampling import encode_response
 from tinsmith.wire.messages.sampling import SampleRequest, SampleResponse
@@ -35,11 +35,17 @@ class TorchSamples:
     """The running samples, and those that wait because all adapters of their tenant are in use."""
 
     def __init__(self, model: LoadedModel, caps: MemoryCaps, options: TorchOptions) -> None:
-        table = read_token_bytes(model.tokenizer_dir / "tokenizer.json")
+        tokenizer = model.tokenizer_dir / "tokenizer.json"
         limits = SamplerLimits(
             cache_bytes=caps.cache_bytes, max_sequences=options.max_sequences, prefill_tokens=options.prefill_tokens
         )
-        self._sampler = Sampler(model.decoder, table, limits, Path(options.cache_dir))
+        self._sampler = Sampler(
+            model.decoder,
+            read_token_bytes(tokenizer),
+            limits,
+            Path(options.cache_dir),
+            read_special_tokens(tokenizer),
+        )
         self.adapters = SamplerAdapters(self._sampler, model.config, caps.sampler_adapter_bytes)
         self._running: dict[str, _Running] = {}
         self._waiting: dict[str, dict[str, _Running]] = {}
@@ -134,14 +140,24 @@ class TorchSamples:
         if isinstance(event, sampler.NewToken):
             if not sample.is_streamed:
                 return []
-            token = TokenEvent(sample=event.index, tokens=(event.token,), logprobs=(event.logprob,))
-            return [ipc.StreamedTokens(event.job_id, token)]
+            return [ipc.StreamedTokens(event.job_id, _token_event(event))]
         self._end(event.job_id)
         if isinstance(event, sampler.FailedEvent):
             with as_job_failures():
                 raise event.error
         ends = _ends(event.job_id, event.response) if sample.is_streamed else []
         return [*ends, ipc.Finished(event.job_id, _done(event.response, sample))]
+
+
+def _token_event(event: sampler.NewToken) -> TokenEvent:
+    listed_K, logprobs_K = ((), ()) if event.topk is None else (part_K.tolist() for part_K in event.topk)
+    return TokenEvent(
+        sample=event.index,
+        tokens=(event.token,),
+        logprobs=(event.logprob,),
+        topk_tokens=tuple(listed_K),
+        topk_logprobs=tuple(logprobs_K),
+    )
 
 
 def _ends(job_id: str, response: SampleResponse) -> list[ipc.StreamedTokens]:

@@ -14,8 +14,8 @@ from typing import Protocol, TypeAlias, TypeVar
 from tinsmith.server.auth.authenticator import Authenticator
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.refusals import GoneError, NotAuthenticatedError, UnknownResourceError
-from tinsmith.store.base import Row, Store, statement
-from tinsmith.store.rows import CheckpointRow, CustomLossRow, JobRow, ModelRow, SamplerRow, SessionRow
+from tinsmith.store.base import Row, Statement, Store, statement
+from tinsmith.store.rows import CheckpointRow, CustomLossRow, JobRow, ModelRow, ProjectRow, SamplerRow, SessionRow
 from tinsmith.wire.messages.weights import ParsedCheckpointTinkerPath
 
 MAX_SAMPLERS = 20_000
@@ -65,6 +65,12 @@ class Access:
         if row.status != "active":
             raise GoneError(f"session {session_id} has ended ({row.status}); create a new ServiceClient")
         return row
+
+    async def begin_session(self, row: SessionRow) -> None:
+        """Write a new session, and the project that it is the first of."""
+        projects = [] if row.project_id is None else [project_statement(row.org_id, row.project_id, row.created_at)]
+        await self._store.write(*projects, statement("insert_session", row))
+        self.sessions[row.session_id] = row
 
     async def model(self, caller: Caller, model_id: str, *, to_read: bool = False) -> ModelRow:
         row = self.models.get(model_id)
@@ -186,6 +192,12 @@ class Access:
     async def _one(self, row_type: type[RowT], query: str, **parameters: str) -> RowT | None:
         rows = await self._store.read(row_type, query, **parameters)
         return rows[0] if rows else None
+
+
+def project_statement(org_id: str, project_id: str, now: float) -> Statement:
+    """Return the statement that creates a project of an organisation, if it does not exist."""
+    row = ProjectRow(project_id=project_id, org_id=org_id, name=project_id, created_at=now)
+    return statement("insert_project", row)
 
 
 def _may(caller: Caller, row: InProject, to_read: bool = False) -> bool:

@@ -9,21 +9,43 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import msgspec
 
 from tinsmith.engine.protocol import ModelCard
-from tinsmith.errors import InvalidInputError, LimitExceededError, TinkerError, WireError
+from tinsmith.errors import InvalidInputError, LimitExceededError, WireError
+from tinsmith.server.bodies.questions import (
+    CountQuestion,
+    Fault,
+    HeadQuestion,
+    JsonQuestion,
+    JsonReading,
+    LossQuestion,
+    LossReading,
+    PassQuestion,
+    PassReading,
+    PromptQuestion,
+    Question,
+    Reading,
+    SampleQuestion,
+    SampleReading,
+)
+from tinsmith.server.bodies.read_anthropic import read_count, read_messages
+from tinsmith.server.bodies.read_openai import read_head, read_prompts, read_vocabulary
 from tinsmith.wire.codecs import json_codec, proto_outputs, proto_sampling, proto_training, protobuf
 from tinsmith.wire.limits import MAX_ID, Id, check_size
 from tinsmith.wire.message import SeqId, describe, field_of
 from tinsmith.wire.messages import training as wire
 from tinsmith.wire.messages.sampling import SampleRequest
+from tinsmith.wire.rules.grammar_rules import check_grammar
 from tinsmith.wire.rules.loss_rules import check_loss
 from tinsmith.wire.rules.sample_rules import check_sample
 
-BodyEncoding: TypeAlias = Literal["json", "protobuf"]
+
+class NeedsProcessError(Exception):
+    """Answering may take long, however small the body is: it holds a grammar to compile, or text to tokenize."""
+
 
 MAX_CONTAINERS = 1_000_000
 """Lists and objects in one JSON body: each takes two bytes on the wire and many times that in memory."""
@@ -32,105 +54,27 @@ MAX_LOOSE_BYTES = 8 * 1024 * 1024
 _NOT_JSON = re.compile(rb"\b(?:NaN|Infinity)\b")
 
 
-class Fault(msgspec.Struct, frozen=True, tag="fault"):
-    """An error that is sent between processes."""
-
-    kind: Literal["invalid", "wire", "limit"]
-    text: str
-    field: str | None = None
-
-    @classmethod
-    def of(cls, error: InvalidInputError | WireError) -> Fault:
-        if isinstance(error, InvalidInputError):
-            return cls("invalid", error.message, error.field)
-        return cls("limit" if isinstance(error, LimitExceededError) else "wire", error.message, error.field)
-
-    def error(self) -> TinkerError:
-        kinds: dict[str, type[InvalidInputError | WireError]] = {
-            "invalid": InvalidInputError,
-            "wire": WireError,
-            "limit": LimitExceededError,
-        }
-        return kinds[self.kind](self.text, field=self.field)
-
-
-class PassQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="pass"):
-    """A forward or backward pass, to be checked against each of these models."""
-
-    route: str
-    """`forward` or `forward_backward`."""
-    encoding: BodyEncoding
-    cards: tuple[ModelCard, ...]
-    max_datums: int
-    max_tokens: int
-    custom_inputs: list[dict[str, Any]] | None = None
-    """What an uploaded loss declares, once it is known which one is meant."""
-
-
-class PassReading(msgspec.Struct, frozen=True, kw_only=True, tag="pass"):
-    model_id: str
-    seq_id: int | None
-    is_forward: bool = False
-    is_custom: bool = False
-    loss_id: str | None = None
-    tokens: int = 0
-    fault: Fault | None = None
-    """Why it cannot be decoded."""
-    faults: dict[str, Fault] = {}
-    """Why it cannot run on a model, by the model's name."""
-
-
-class SampleQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="sample"):
-    """A sample request, to be checked against each of these models."""
-
-    cards: tuple[ModelCard, ...]
-    max_samples: int
-
-
-class SampleReading(msgspec.Struct, frozen=True, kw_only=True, tag="sample"):
-    sampling_session_id: str | None
-    seq_id: int | None
-    num_samples: int
-    max_tokens: int | None
-    seed: int | None
-    length: int = 0
-    """Tokens of the prompt."""
-    faults: dict[str, Fault] = {}
-
-
-class LossQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="loss"):
-    """An uploaded loss."""
-
-
-class LossReading(msgspec.Struct, frozen=True, kw_only=True, tag="loss"):
-    session_id: str
-    number: int
-    name: str
-
-
-class JsonQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="json"):
-    """A protobuf result to convert to JSON, for releases that read JSON."""
-
-    kind: str
-
-
-class JsonReading(msgspec.Struct, frozen=True, kw_only=True, tag="json"):
-    body: bytes
-
-
-Question: TypeAlias = PassQuestion | SampleQuestion | LossQuestion | JsonQuestion
-Reading: TypeAlias = PassReading | SampleReading | LossReading | JsonReading
-
-
-def read(question: Question, body: bytes) -> Reading:
-    """Answer a question about a body."""
+def read(question: Question, body: bytes, *, is_on_loop: bool = False) -> Reading:
+    """Answer a question about a body; on the API's loop, raise NeedsProcessError if that may take long."""
     if isinstance(question, PassQuestion):
         return read_pass(question, body)
     if isinstance(question, SampleQuestion):
-        return read_sample(question, body)
+        return read_sample(question, body, may_compile=not is_on_loop)
     if isinstance(question, LossQuestion):
         return read_loss(body)
-    return JsonReading(body=as_json(question.kind, body))
+    if isinstance(question, JsonQuestion):
+        return JsonReading(body=as_json(question.kind, body))
+    if isinstance(question, HeadQuestion):
+        return read_head(body)
+    if is_on_loop:
+        raise NeedsProcessError
+    if isinstance(question, PromptQuestion):
+        check_containers(body)
+        return read_messages(question, body) if question.kind == "messages" else read_prompts(question, body)
+    if isinstance(question, CountQuestion):
+        check_containers(body)
+        return read_count(question, body)
+    return read_vocabulary(question.directory)
 
 
 def read_pass(question: PassQuestion, body: bytes) -> PassReading:
@@ -214,7 +158,7 @@ def _faults(cards: Iterable[ModelCard], check: Callable[[ModelCard], object]) ->
     return faults
 
 
-def read_sample(question: SampleQuestion, body: bytes) -> SampleReading:
+def read_sample(question: SampleQuestion, body: bytes, *, may_compile: bool = True) -> SampleReading:
     """Read a sample."""
     check_containers(body)
     request = json_codec.decode(body, SampleRequest)
@@ -222,9 +166,14 @@ def read_sample(question: SampleQuestion, body: bytes) -> SampleReading:
         raise InvalidInputError(
             f"num_samples: {request.num_samples} is more than the limit of {question.max_samples}", field="num_samples"
         )
+    output = request.sampling_params.output_format
+    if output is not None and not may_compile:
+        raise NeedsProcessError
 
     def check(card: ModelCard) -> None:
         check_sample(request, vocab_size=card.vocab_size, max_context_length=card.max_context_length)
+        if output is not None:
+            check_grammar(output, card.vocab_size)
 
     faults = _faults(question.cards, check)
     return SampleReading(

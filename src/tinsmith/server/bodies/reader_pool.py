@@ -2,7 +2,8 @@
 
 There are a few processes, started when the first large body arrives. Organisations take turns, and each has at most one
 body being decoded, so that one that sends many only delays itself. Small bodies are decoded on the loop, which takes
-less time than asking a process. docs/decisions/0024-body-readers.md has the reasons and the numbers.
+less time than asking a process, unless they hold a grammar. docs/decisions/0024-body-readers.md has the reasons and the
+numbers.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import select
 import subprocess
 import sys
@@ -19,7 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 
 from tinsmith.errors import LimitExceededError
-from tinsmith.server.bodies.read import Fault, Question, Reading, read
+from tinsmith.server.bodies.questions import Fault, Question, ReaderFailure, Reading
+from tinsmith.server.bodies.read import NeedsProcessError, read
 from tinsmith.server.bodies.reader_process import HEAD, receive, send
 
 logger = logging.getLogger(__name__)
@@ -32,7 +35,11 @@ READ_S = 60.0
 """A body that takes longer to decode is refused, and the process is replaced."""
 
 _questions = msgspec.msgpack.Encoder()
-_answers = msgspec.msgpack.Decoder(Reading | Fault)
+_answers = msgspec.msgpack.Decoder(Reading | Fault | ReaderFailure)
+
+
+class BodyReaderError(Exception):
+    """A reader process met an exception that it did not expect. The body is not to blame, and the client gets a 500."""
 
 
 class BodyReader:
@@ -41,7 +48,7 @@ class BodyReader:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def ask(self, question: bytes, body: bytes) -> Reading | Fault:
+    def ask(self, question: bytes, body: bytes) -> Reading | Fault | ReaderFailure:
         """Return the answer. A process that died is replaced once: it may have been killed for another reason."""
         for is_last in (False, True):
             try:
@@ -59,18 +66,20 @@ class BodyReader:
             )
         )
 
-    def _exchange(self, question: bytes, body: bytes) -> Reading | Fault:
+    def _exchange(self, question: bytes, body: bytes) -> Reading | Fault | ReaderFailure:
         process = self._started()
         assert process.stdin is not None
         assert process.stdout is not None
         into, out = process.stdin.fileno(), process.stdout.fileno()
-        send(into, HEAD.pack(len(question), len(body)))
-        send(into, question)
-        send(into, body)
+        head = HEAD.pack(len(question), len(body)) + question
+        if len(body) <= INLINE_BYTES:
+            send(into, head + body)
+        else:
+            send(into, head)
+            send(into, body)
         if not select.select([out], [], [], READ_S)[0]:
             raise TimeoutError
-        size, _ = HEAD.unpack(receive(out, HEAD.size))
-        answer: Reading | Fault = _answers.decode(receive(out, size))
+        answer: Reading | Fault | ReaderFailure = _answers.decode(_reply(out))
         return answer
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -96,6 +105,19 @@ class BodyReader:
                     pipe.close()
 
 
+def _reply(descriptor: int) -> bytes:
+    """Read an answer. Most come in one piece: each system call gives Python's lock away, and a busy loop keeps it for
+    milliseconds."""
+    got = os.read(descriptor, PIPE_BYTES)
+    if not got:
+        raise EOFError
+    if len(got) < HEAD.size:
+        got += receive(descriptor, HEAD.size - len(got))
+    size, _ = HEAD.unpack_from(got)
+    missing = HEAD.size + size - len(got)
+    return got[HEAD.size :] + (receive(descriptor, missing) if missing else b"")
+
+
 def _widen(descriptor: int) -> None:
     """Enlarge a pipe's buffer where the system can: fewer system calls for the same bytes."""
     if sys.platform == "linux":
@@ -119,13 +141,16 @@ class ReaderPool:
     async def ask(self, tenant: str, question: Question, body: bytes) -> Reading:
         """Answer a question about a body; raises what is wrong with it."""
         if len(body) <= INLINE_BYTES:
-            return read(question, body)
+            with contextlib.suppress(NeedsProcessError):
+                return read(question, body, is_on_loop=True)
         reader = await self._turn(tenant)
         asked = asyncio.get_running_loop().run_in_executor(self._pool, reader.ask, _questions.encode(question), body)
         asked.add_done_callback(lambda _: self._give_back(tenant, reader))
         answer = await asyncio.shield(asked)
         if isinstance(answer, Fault):
             raise answer.error()
+        if isinstance(answer, ReaderFailure):
+            raise BodyReaderError(f"reading a body failed with {answer.name}; its traceback is in the log")
         return answer
 
     def close(self) -> None:

@@ -10,11 +10,13 @@ import contextlib
 import os
 import signal
 import struct
+import traceback
 
 import msgspec
 
 from tinsmith.errors import InvalidInputError, LimitExceededError, WireError
-from tinsmith.server.bodies.read import Fault, Question, Reading, read
+from tinsmith.server.bodies.questions import Fault, Question, ReaderFailure, Reading
+from tinsmith.server.bodies.read import read
 
 HEAD = struct.Struct("<QQ")
 """Before a question: its length and the body's. Before an answer: its length, and 0."""
@@ -36,11 +38,10 @@ def main() -> None:
             question_bytes, body_bytes = HEAD.unpack(receive(into, HEAD.size))
             question = receive(into, question_bytes)
             reply = _answers.encode(answer(question, receive(into, body_bytes)))
-            send(out, HEAD.pack(len(reply), 0))
-            send(out, reply)
+            send(out, HEAD.pack(len(reply), 0) + reply)
 
 
-def answer(question: bytes, body: bytes) -> Reading | Fault:
+def answer(question: bytes, body: bytes) -> Reading | Fault | ReaderFailure:
     try:
         return read(_questions.decode(question), body)
     except (InvalidInputError, WireError) as error:
@@ -49,6 +50,9 @@ def answer(question: bytes, body: bytes) -> Reading | Fault:
         return Fault.of(
             LimitExceededError("body: decoding it takes too much memory; send less in one request", field="body")
         )
+    except Exception as error:  # a mistake of ours, or a broken installation: not the fault of the body
+        traceback.print_exc()
+        return ReaderFailure(type(error).__name__)
 
 
 def bound_memory() -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing, nullcontext
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -31,7 +32,7 @@ from tinsmith.server.refusals import NotReadyError, SlowBodyError, UnknownResour
 from tinsmith.server.services import Services
 from tinsmith.wire.codecs import json_codec, zstd
 from tinsmith.wire.message import dec_hook, describe, field_of
-from tinsmith.wire.routes.table import Encoding, Route
+from tinsmith.wire.routes.table import Dialect, Encoding, Route
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +86,13 @@ class Endpoint:
             else:
                 answer = await self._answer(scope, headers, caller, receive, connection)
         except TinkerError as error:
-            answer = refusal(error)
+            answer = refusal(error, self._route.dialect)
             if connection is not None:
                 connection.close_gently()
             self._services.refusals.add(self._route.name, answer.status, caller, error)
         except Exception as error:
             logger.exception("%s failed", self._route.name, extra={"event": "fault", "route": self._route.name})
-            answer = refusal(fault(error))
+            answer = refusal(fault(error), self._route.dialect)
         if not isinstance(answer, Answer):
             await self._send_long(answer, scope, receive, send, began)
             return
@@ -129,9 +130,16 @@ class Endpoint:
     async def _taken_in(self, scope: Scope, headers: dict[str, str], caller: Caller, receive: Receive) -> AnyAnswer:
         services = self._services
         body = await read_body(receive, self._max_bytes, services.config.body_timeout_s)
-        return await self._handler(services, await self._call(scope, headers, caller, body))
+        return await self._handler(services, await self._call(scope, headers, caller, body, partial(_gone, receive)))
 
-    async def _call(self, scope: Scope, headers: dict[str, str], caller: Caller, body: bytes) -> Call:
+    async def _call(
+        self,
+        scope: Scope,
+        headers: dict[str, str],
+        caller: Caller,
+        body: bytes,
+        gone: Callable[[], Awaitable[None]],
+    ) -> Call:
         route = self._route
         message: Any = None
         form: dict[str, bytes] | None = None
@@ -160,6 +168,7 @@ class Endpoint:
             headers=headers,
             scheme=scope.get("scheme", "http"),
             root_path=scope.get("root_path", ""),
+            gone=gone,
         )
 
     def _check_encoding(self, encoding: Encoding) -> None:
@@ -195,7 +204,7 @@ class Endpoint:
                 await send_answer(counted, refusal(UnknownResourceError(f"{answer.name!r} no longer exists")))
                 return
             logger.exception("%s failed", self._route.name, extra={"event": "fault", "route": self._route.name})
-            await send_answer(counted, refusal(fault(error)))
+            await send_answer(counted, refusal(fault(error), self._route.dialect))
 
 
 class _RangeError(Exception):
@@ -255,6 +264,12 @@ async def read_body(receive: Receive, max_bytes: int, timeout_s: float) -> bytes
     return b"".join(parts) if size <= LARGE_BYTES else await asyncio.to_thread(b"".join, parts)
 
 
+async def _gone(receive: Receive) -> None:
+    """Return when the client has left; call it when the body was read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 async def _receive(receive: Receive, timeout_s: float) -> Message:
     try:
         async with asyncio.timeout(timeout_s):
@@ -288,9 +303,9 @@ def fault(error: Exception) -> TinkerError:
     return TinkerError(f"internal server error ({type(error).__name__}); the server's log has the cause")
 
 
-def refusal(error: TinkerError) -> Answer:
+def refusal(error: TinkerError, dialect: Dialect = "tinker") -> Answer:
     """Return an error as an answer."""
-    return Answer(errors.body_of(error), errors.status_of(error), JSON, errors.headers_of(error))
+    return Answer(errors.body_of(error, dialect), errors.status_of(error), JSON, errors.headers_of(error))
 
 
 async def send_answer(send: Send, answer: Answer) -> None:

@@ -12,8 +12,9 @@ from tinsmith.version import PROTOCOL_VERSION
 from tinsmith.wire.limits import JsonList, JsonObject
 from tinsmith.wire.messages.sampling import SampleResponse
 from tinsmith.wire.messages.training import ForwardBackwardOutput
-from tinsmith.wire.routes.own import MSGPACK_TYPE, OWN_ROUTES
-from tinsmith.wire.routes.table import ROUTES, Encoding, Route
+from tinsmith.wire.routes.own import MSGPACK_TYPE
+from tinsmith.wire.routes.served import SERVED_ROUTES
+from tinsmith.wire.routes.table import Dialect, Encoding, Route
 from tinsmith.wire.values.chunks import EncodedTextChunk
 from tinsmith.wire.values.inputs import Datum, ModelInput
 from tinsmith.wire.values.tensors import TensorData
@@ -72,7 +73,7 @@ SCHEMAS: dict[Any, dict[str, Any]] = {
 @lru_cache(maxsize=1)
 def openapi() -> bytes:
     """Return the document as JSON."""
-    routes = (*ROUTES, *OWN_ROUTES)
+    routes = SERVED_ROUTES
     types = [kind for route in routes for kind in (route.request, route.query, route.response) if kind is not None]
     _, components = msgspec.json.schema_components(dict.fromkeys(types), schema_hook=_schema, ref_template=REF)
     paths: dict[str, dict[str, Any]] = {}
@@ -106,7 +107,7 @@ def _operation(route: Route, components: dict[str, Any]) -> dict[str, Any]:
         "x-max-body-bytes": route.door.body.max_bytes,
         "responses": {
             "200": {"description": "OK", **_content(route.response)},
-            "default": {"description": "Error", "content": {"application/json": {"schema": _ERROR}}},
+            "default": {"description": "Error", "content": {"application/json": {"schema": _ERRORS[route.dialect]}}},
         },
     }
     if route.request is not None:
@@ -135,6 +136,38 @@ _ERROR: dict[str, Any] = {
     "type": "object",
     "required": ["detail", "code"],
     "properties": {"detail": {"type": "string"}, "code": {"type": "string"}, "field": {"type": "string"}},
+}
+_ERRORS: dict[Dialect, dict[str, Any]] = {
+    "tinker": _ERROR,
+    "openai": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {
+            "error": {
+                "type": "object",
+                "required": ["message", "type", "param", "code"],
+                "properties": {
+                    "message": {"type": "string"},
+                    "type": {"type": "string"},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                },
+            }
+        },
+    },
+    "anthropic": {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {
+            "type": {"const": "error"},
+            "error": {
+                "type": "object",
+                "required": ["type", "message"],
+                "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+            },
+            "request_id": {"type": ["string", "null"]},
+        },
+    },
 }
 
 

@@ -80,6 +80,10 @@ class Samples:
         async for request_id in in_turns(over):
             self.cancel(request_id)
 
+    def sessions(self) -> set[str]:
+        """Return the ids of the sessions that have samples under way."""
+        return {work.row.session_id for work in self._under_way.values()}
+
     def _submit(self, work: Work) -> None:
         work.started_at = work.started_at or self._clock()
         future = self._backend.submit(_with_own_key(work.job), work.log.listener() if work.log is not None else None)

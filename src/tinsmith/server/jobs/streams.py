@@ -7,7 +7,7 @@ all of its tokens, and so has the result of a finished one. A sample whose strea
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.jobs.lookup import find_outcome, position_of
 from tinsmith.server.jobs.pending_results import Outcome, Promise
-from tinsmith.server.jobs.token_log import TokenLog
+from tinsmith.server.jobs.token_log import LoggedTokens, TokenLog, tokens_at_once
 from tinsmith.server.services import Services
 from tinsmith.wire.codecs import proto_sampling
+from tinsmith.wire.messages.sampling import SampledSequence, TopkLogprobs
 
 KEEP_ALIVE_S = 10.0
 """How often a silent stream sends its position in the queue."""
@@ -60,7 +61,7 @@ class Stream:
         if self.outcome is None:
             async for event in self._running():
                 yield event
-        for event in self._rest(self.outcome):
+        async for event in self._rest(self.outcome):
             yield event
 
     async def _running(self) -> AsyncGenerator[bytes, None]:
@@ -70,9 +71,11 @@ class Stream:
             log.join()
         try:
             while not waiting.done():
-                if grown := self._grown():
-                    for event in grown:
-                        yield event
+                has_grown = False
+                async for event in self._grown():
+                    has_grown = True
+                    yield event
+                if has_grown:
                     continue  # something may have come meanwhile
                 news: set[asyncio.Future[Any]] = {waiting} if log is None else {waiting, log.growth()}
                 done, _ = await asyncio.wait(news, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
@@ -87,35 +90,53 @@ class Stream:
                 waiting.cancel()
                 self.services.samples.unfollowed(self.promise.request_id, RETURN_S if self.is_numbered else 0.0)
 
-    def _grown(self) -> list[bytes]:
-        """Return the tokens that the client does not have yet."""
-        if self.log is None:
-            return []
-        return [self._piece(*grown) for grown in list(self.log.after(self.sent))]
+    async def _grown(self) -> AsyncGenerator[bytes, None]:
+        """Yield the tokens that the client does not have yet; large tables in pieces, between which others run."""
+        for new in self.log.after(self.sent) if self.log is not None else ():
+            yield self._piece(new)
+            if new.topk is not None:
+                await asyncio.sleep(0)
 
-    def _rest(self, outcome: Outcome | None) -> list[bytes]:
+    async def _rest(self, outcome: Outcome | None) -> AsyncGenerator[bytes, None]:
         if outcome is None:
-            return [
-                _event(
-                    "error", {"error": f"the sample did not finish within {MAX_S / 3600:g} hours", "category": "server"}
-                )
-            ]
-        if outcome.is_error:
-            return [*self._grown(), _event("error", msgspec.json.decode(outcome.body))]
-        events, ends = [], []
-        for index, sequence in enumerate(proto_sampling.decode_response(outcome.body).sequences):
-            tokens, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
-            begin = self.sent[index]
-            if begin < len(tokens):
-                events.append(self._piece(index, tokens[begin:], logprobs[begin:]))
-            ends.append({"stop_reason": sequence.stop_reason, "tokens": len(tokens)})
-        return [*events, _event("done", {"sequences": ends})]
+            text = f"the sample did not finish within {MAX_S / 3600:g} hours"
+            yield _event("error", {"error": text, "category": "server"})
+        elif outcome.is_error:
+            async for event in self._grown():
+                yield event
+            yield _event("error", msgspec.json.decode(outcome.body))
+        else:
+            ends = []
+            for index, sequence in enumerate(proto_sampling.decode_response(outcome.body).sequences):
+                for new in _pieces(index, sequence, self.sent[index]):
+                    yield self._piece(new)
+                    await asyncio.sleep(0)
+                ends.append({"stop_reason": sequence.stop_reason, "tokens": len(sequence.tokens)})
+            yield _event("done", {"sequences": ends})
 
-    def _piece(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> bytes:
-        position = self.sent[index]
-        self.sent[index] += len(tokens)
-        piece = {"index": index, "position": position, "tokens": list(tokens), "logprobs": list(logprobs)}
+    def _piece(self, new: LoggedTokens) -> bytes:
+        position = self.sent[new.index]
+        self.sent[new.index] += len(new.tokens)
+        piece: dict[str, Any] = {
+            "index": new.index,
+            "position": position,
+            "tokens": list(new.tokens),
+            "logprobs": list(new.logprobs),
+        }
+        if new.topk is not None:
+            piece["topk"] = new.topk
         return _event("token", piece)
+
+
+def _pieces(index: int, sequence: SampledSequence, begin: int) -> Iterator[LoggedTokens]:
+    """Yield a finished sample from a token on, in one piece unless it has top-k tables."""
+    tokens, logprobs, topk = sequence.tokens, sequence.logprobs or [], sequence.topk_logprobs_np
+    size = len(tokens) if topk is None else tokens_at_once(topk.token_ids.shape[1])
+    for start in range(begin, len(tokens), max(size, 1)):
+        part = slice(start, start + size)
+        rows = None if topk is None else TopkLogprobs(topk.token_ids[part], topk.logprobs[part]).to_rows()
+        listed = None if rows is None else [row or [] for row in rows]
+        yield LoggedTokens(index, tokens[part], logprobs[part], listed)
 
 
 async def open_stream(

@@ -5,16 +5,41 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from tinsmith.engine.protocol import OnTokens, TokenEvent
 
+PIECE_CELLS = 4096
+"""Cells of a top-k table that are written in one piece: a few milliseconds of the event loop."""
+
+
+def tokens_at_once(k: int) -> int:
+    """Return how many tokens with tables of k entries make one piece."""
+    return max(PIECE_CELLS // max(k, 1), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedTokens:
+    """Tokens of one sequence that a client does not have yet."""
+
+    index: int
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    topk: list[list[tuple[int, float]]] | None = None
+    """For each token the most likely ones at its position, likeliest first; None unless the request asks for them."""
+
 
 class TokenLog:
-    """Tokens and logprobs of each sequence of a request. Used on the server's event loop only."""
+    """Tokens and logprobs of each sequence of a request. Used on the server's event loop only.
+
+    Top-k tables are kept flat, in as many bytes as in the result: as Python objects they would take ten times that.
+    """
 
     def __init__(self, num_samples: int) -> None:
         self._tokens = [array("q") for _ in range(num_samples)]
         self._logprobs = [array("d") for _ in range(num_samples)]
+        self._topk_tokens = [array("i") for _ in range(num_samples)]
+        self._topk_logprobs = [array("f") for _ in range(num_samples)]
         self._growth: asyncio.Future[None] | None = None
         self.followers = 0
         self.visits = 0
@@ -40,15 +65,26 @@ class TokenLog:
             if known < len(event.tokens):
                 self._tokens[event.sample].extend(event.tokens[known:])
                 self._logprobs[event.sample].extend(event.logprobs[known:])
+                skipped = known * (len(event.topk_tokens) // len(event.tokens))
+                self._topk_tokens[event.sample].extend(event.topk_tokens[skipped:])
+                self._topk_logprobs[event.sample].extend(event.topk_logprobs[skipped:])
                 self._wake()
 
         return take
 
-    def after(self, sent: Sequence[int]) -> Iterator[tuple[int, array[int], array[float]]]:
-        """Yield the index and the new tokens and logprobs of each sequence that has more than was sent."""
+    def after(self, sent: Sequence[int]) -> Iterator[LoggedTokens]:
+        """Yield what is new of each sequence that has more tokens than were sent: with top-k tables, a piece of it."""
         for index, tokens in enumerate(self._tokens):
-            if len(tokens) > sent[index]:
-                yield index, tokens[sent[index] :], self._logprobs[index][sent[index] :]
+            begin, end = sent[index], len(tokens)
+            if begin < end:
+                k = len(self._topk_tokens[index]) // end
+                end = min(end, begin + tokens_at_once(k)) if k else end
+                topk = self._topk(index, range(begin * k, end * k, k)) if k else None
+                yield LoggedTokens(index, tokens[begin:end], self._logprobs[index][begin:end], topk)
+
+    def _topk(self, index: int, starts: range) -> list[list[tuple[int, float]]]:
+        k, listed, logprobs = starts.step, self._topk_tokens[index], self._topk_logprobs[index]
+        return [list(zip(listed[i : i + k], logprobs[i : i + k], strict=True)) for i in starts]
 
     def growth(self) -> asyncio.Future[None]:
         """Return a future that is done when there are new tokens."""

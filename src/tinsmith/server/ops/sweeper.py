@@ -115,6 +115,8 @@ class Sweeper:
         services = self._services
         await self.flush()
         services.broker.forget_old()
+        for row in services.caller_sessions.sweep(services.samples.sessions()):
+            await end_session(services, row, "finished", status_detail="success")
         await self._expire_sessions()
         await self._retention.round()
         await self._prune()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tinsmith.server.auth.identity import Caller
-from tinsmith.server.bodies.read import JsonQuestion, JsonReading
+from tinsmith.server.bodies.questions import JsonQuestion, JsonReading
 from tinsmith.server.call import JSON, NOTHING, PROTOBUF, Answer, Call, Handlers, reply
 from tinsmith.server.jobs.job import CLONE_BLOCK
 from tinsmith.server.jobs.lookup import find_outcome, position_of

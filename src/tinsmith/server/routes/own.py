@@ -23,13 +23,14 @@ from tinsmith.server.checkpoints.import_checkpoint import import_checkpoint, rea
 from tinsmith.server.checkpoints.upload_parts import add_part, read_form_part
 from tinsmith.server.http.endpoint import LARGE_BYTES, fault, refusal
 from tinsmith.server.http.openapi import openapi
+from tinsmith.server.jobs.accept_sample import read_sample, submit_sample
 from tinsmith.server.jobs.streams import open_stream, read_have
 from tinsmith.server.jobs.token_log import TokenLog
 from tinsmith.server.ops.spending import spent
 from tinsmith.server.redaction import redacted_text
 from tinsmith.server.refusals import UnknownResourceError
 from tinsmith.server.routes.futures import finished_samples
-from tinsmith.server.routes.sampling import read_sample, submit_body, submit_sample
+from tinsmith.server.routes.sampling import submit_body
 from tinsmith.server.runs.delete_run import delete_ended_run
 from tinsmith.server.runs.model_spec import card_of
 from tinsmith.server.runs.progress import measured

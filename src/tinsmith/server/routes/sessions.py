@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server.auth.access import project_statement
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.call import NOTHING, Answer, Call, Handlers, reply, reply_long
 from tinsmith.server.jobs.accept import check_open
@@ -19,8 +20,8 @@ from tinsmith.server.ops.sweeper import end_session
 from tinsmith.server.ops.traces import write_trace
 from tinsmith.server.refusals import OverLimitError
 from tinsmith.server.services import Services
-from tinsmith.store.base import Statement, statement
-from tinsmith.store.rows import AuditRow, ModelRow, ProjectRow, SamplerRow, SessionRow, StorageRow
+from tinsmith.store.base import statement
+from tinsmith.store.rows import AuditRow, ModelRow, SamplerRow, SessionRow, StorageRow
 from tinsmith.wire.messages import sessions as wire
 
 MAX_METADATA_BYTES = 32 * 1024
@@ -38,7 +39,10 @@ async def create_session(services: Services, call: Call) -> Answer:
     check_open(services)
     request: wire.CreateSessionRequest = call.message
     mine = sum(
-        row.user_id == call.caller.user_id and row.status == "active" for row in services.access.sessions.values()
+        row.user_id == call.caller.user_id
+        and row.status == "active"
+        and not services.caller_sessions.holds(row.session_id)
+        for row in services.access.sessions.values()
     )
     if mine >= services.config.max_sessions:
         raise OverLimitError(
@@ -61,9 +65,7 @@ async def create_session(services: Services, call: Call) -> Answer:
         created_at=now,
         heartbeat_at=now,
     )
-    projects = [project_statement(services, call.caller, project_id)] if project_id is not None else []
-    await services.store.write(*projects, statement("insert_session", row))
-    services.access.sessions[row.session_id] = row
+    await services.access.begin_session(row)
     services.activity.heartbeats[row.session_id] = now
     return reply(wire.CreateSessionResponse(session_id=row.session_id))
 
@@ -116,7 +118,7 @@ async def assign_session_project(services: Services, call: Call) -> Answer:
     project_id = call.caller.project_for(call.message.project_id)
     assert project_id is not None
     await services.store.write(
-        project_statement(services, call.caller, project_id),
+        project_statement(call.caller.org_id, project_id, services.clock()),
         statement("set_session_project", session_id=row.session_id, project_id=project_id),
         statement("set_models_project", session_id=row.session_id, project_id=project_id),
         statement("set_checkpoints_project", session_id=row.session_id, project_id=project_id),
@@ -272,12 +274,6 @@ def texts(encoded: str | None) -> dict[str, str]:
     return {
         key: value if isinstance(value, str) else msgspec.json.encode(value).decode() for key, value in values.items()
     }
-
-
-def project_statement(services: Services, caller: Caller, project_id: str) -> Statement:
-    """Return the statement that creates a project in the caller's organisation, if it does not exist."""
-    row = ProjectRow(project_id=project_id, org_id=caller.org_id, name=project_id, created_at=services.clock())
-    return statement("insert_project", row)
 
 
 HANDLERS: Handlers = {

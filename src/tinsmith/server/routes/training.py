@@ -9,7 +9,7 @@ import msgspec
 
 from tinsmith.engine.protocol import AnyJob, CreateModel, ForwardBackward, LoraSpec, ModelCard, OptimStep, Unload
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.bodies.read import LossQuestion, LossReading, PassQuestion, PassReading
+from tinsmith.server.bodies.questions import LossQuestion, LossReading, PassQuestion, PassReading
 from tinsmith.server.call import Answer, Call, Handlers
 from tinsmith.server.jobs.accept import Prepared, check_open, promise, submit_training
 from tinsmith.server.jobs.job import Draft, Work, digest_of

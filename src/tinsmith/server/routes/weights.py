@@ -13,6 +13,7 @@ import msgspec
 
 from tinsmith.engine.protocol import LoadState, LoraSpec, SaveState
 from tinsmith.errors import InvalidInputError, StoreError
+from tinsmith.server.auth.access import project_statement
 from tinsmith.server.call import IDEMPOTENCY_HEADER, Answer, Call, Handlers, reply
 from tinsmith.server.checkpoints.disk_budget import kind_of
 from tinsmith.server.checkpoints.encryption import check_recipients
@@ -21,7 +22,7 @@ from tinsmith.server.data_dir import check_name, link_tree, remove_tree
 from tinsmith.server.jobs.accept import Prepared, check_open, submit_training
 from tinsmith.server.jobs.job import digest_of
 from tinsmith.server.routes.sampling import number_taken
-from tinsmith.server.routes.sessions import MAX_METADATA_BYTES, project_statement
+from tinsmith.server.routes.sessions import MAX_METADATA_BYTES
 from tinsmith.server.routes.training import create
 from tinsmith.server.runs.model_spec import ADAMW, card_of
 from tinsmith.server.runs.registry import Run
@@ -376,7 +377,7 @@ async def _copy_target(
     )
     statements = [statement("insert_session", session)]
     if project_id is not None:
-        statements.insert(0, project_statement(services, call.caller, project_id))
+        statements.insert(0, project_statement(call.caller.org_id, project_id, services.clock()))
     return session, statements
 
 

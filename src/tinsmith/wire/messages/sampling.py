@@ -13,8 +13,19 @@ import msgspec
 import numpy as np
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.wire.limits import MAX_SAMPLES, Id, Int64, Name, Path, Stops, StopText
-from tinsmith.wire.message import NOT_GIVEN, Count, Message, PositiveInt, SeqId, since
+from tinsmith.wire.limits import (
+    MAX_SAMPLES,
+    GrammarText,
+    Id,
+    Int64,
+    Name,
+    Path,
+    Stops,
+    StopText,
+    StopTokens,
+    TokenBiases,
+)
+from tinsmith.wire.message import EXTENSION, NOT_GIVEN, Count, Message, PositiveInt, SeqId, since
 from tinsmith.wire.values.frozen import Frozen
 from tinsmith.wire.values.inputs import ModelInput
 from tinsmith.wire.values.numbers import Array, float_array, token_ids
@@ -30,8 +41,22 @@ MAX_TOPK_CELLS = 2**22
 """The most cells of one table of a request or response: 32 MB, as an id and a logprob take 8 bytes."""
 
 
+class OutputFormat(Message, frozen=True, kw_only=True):
+    """What a sample must look like. Tokens that cannot lead to such a text are never drawn."""
+
+    type: Literal["json_object", "json_schema", "regex", "lark"]
+    schema: GrammarText = ""
+    """A JSON schema, regular expression or Lark grammar, by `type`; empty for `json_object`."""
+
+
 class SamplingParams(Message, frozen=True, kw_only=True):
-    """How to sample. Without `stop` a sample ends at the end-of-sequence token; with `[]` not even there."""
+    """How to sample. Without `stop` a sample ends at the end-of-sequence token; with `[]` not even there.
+
+    The fields from `min_p` on are tinsmith's own, and are sent only if they are set. They change which tokens are
+    drawn, never the logprobs that are reported: those are the model's own, at temperature 1 and without restrictions.
+    The order is: penalties and bias, then the output format, then temperature, top_k, top_p and min_p. With temperature
+    0 the likeliest token after penalties, bias and output format is taken.
+    """
 
     max_tokens: Count | None = NOT_GIVEN
     seed: Int64 | None = NOT_GIVEN
@@ -39,6 +64,19 @@ class SamplingParams(Message, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_k: Int64 = -1
     top_p: float = 1.0
+    min_p: Annotated[float | None, EXTENSION] = NOT_GIVEN
+    """Draw only tokens at least this many times as likely as the likeliest one: 0 to 1."""
+    frequency_penalty: Annotated[float | None, EXTENSION] = NOT_GIVEN
+    """Subtracted from a token's logit for each time it was drawn before in this sample: -2 to 2."""
+    presence_penalty: Annotated[float | None, EXTENSION] = NOT_GIVEN
+    """Subtracted once from the logit of every token that was drawn before in this sample: -2 to 2."""
+    repetition_penalty: Annotated[float | None, EXTENSION] = NOT_GIVEN
+    """Divides positive and multiplies negative logits of tokens in the prompt or the sample: above 0, at most 10."""
+    logit_bias: Annotated[TokenBiases | None, EXTENSION] = NOT_GIVEN
+    """Added to the logits of these tokens: -100 to 100."""
+    stop_token_ids: Annotated[StopTokens | None, EXTENSION] = NOT_GIVEN
+    """Tokens that end a sample besides what `stop` says, so that strings and tokens can be combined."""
+    output_format: Annotated[OutputFormat | None, EXTENSION] = NOT_GIVEN
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, list) and len({type(item) for item in self.stop}) > 1:

@@ -18,6 +18,7 @@ from tinsmith.wire.messages import admin, futures, runs, sampling, service, sess
 from tinsmith.wire.routes.door import BULK, LARGE, MEDIUM, Door, any_key, everybody, needs
 
 Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
+Dialect: TypeAlias = Literal["tinker", "openai", "anthropic"]
 Encoding: TypeAlias = Literal["json", "protobuf", "msgpack", "bytes", "multipart"]
 
 PREFIX = "/api/v1/"
@@ -49,6 +50,8 @@ class Route:
     until: str | None = None
     door: Door
     """Who may call it, whose data it touches, how large a body may be, and what it costs."""
+    dialect: Dialect = "tinker"
+    """Whose clients call it, which decides the form of its errors."""
 
     @property
     def is_future(self) -> bool:

@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-from tinsmith.errors import InvalidInputError
-from tinsmith.wire.limits import MAX_STOP_BYTES, MAX_STOP_CHARS
-from tinsmith.wire.messages.sampling import MAX_TOPK_CELLS, SampleRequest, SamplingParams
+from tinsmith.errors import ContextLengthError, InvalidInputError
+from tinsmith.wire.limits import MAX_GRAMMAR_BYTES, MAX_STOP_BYTES, MAX_STOP_CHARS
+from tinsmith.wire.messages.sampling import MAX_TOPK_CELLS, OutputFormat, SampleRequest, SamplingParams
 from tinsmith.wire.values.chunks import EncodedTextChunk, largest_token
 from tinsmith.wire.values.tensors import TensorData
 
 MAX_TOPK = 1000
 """Tokens listed for one position. Alternatives are drawn one after another, in a step that other requests share."""
+RANGES = {"min_p": (0.0, 1.0), "frequency_penalty": (-2.0, 2.0), "presence_penalty": (-2.0, 2.0)}
+MAX_REPETITION_PENALTY = 10.0
+MAX_BIAS = 100.0
 NOT_ASKED = -1
 """A cell of target_prompt_logprobs for which no logprob is wanted."""
 
@@ -34,7 +37,7 @@ def check_sample(request: SampleRequest, *, vocab_size: int, max_context_length:
             f"{params.max_tokens} is more than the {room} tokens that fit after a prompt of {length} "
             f"(the context is {max_context_length})",
         )
-    _check_stop_tokens(params, vocab_size)
+    _check_tokens(params, vocab_size)
     _check_tables(request, vocab_size, length, room if params.max_tokens is None else params.max_tokens)
     if request.target_prompt_logprobs is not None:
         _check_target_tokens(request.target_prompt_logprobs, vocab_size)
@@ -50,6 +53,7 @@ def check_options(request: SampleRequest) -> None:
         _refuse("sampling_params.top_p", f"{params.top_p} is not allowed; it must be above 0 and at most 1")
     if params.top_k < 1 and params.top_k != -1:
         _refuse("sampling_params.top_k", f"{params.top_k} is not allowed; it must be -1 (all tokens) or at least 1")
+    _check_own_options(params)
     _check_stop_strings(params)
     last_n, target = request.prompt_logprobs_last_n, request.target_prompt_logprobs
     if last_n is not None and not request.prompt_logprobs:
@@ -81,7 +85,11 @@ def _check_prompt(request: SampleRequest, vocab_size: int, max_context_length: i
     if not length:
         _refuse("prompt", "is empty; send at least one token")
     if length >= max_context_length:
-        _refuse("prompt", f"{length} tokens leave no room for a sample in the context of {max_context_length}")
+        raise ContextLengthError(
+            f"prompt: the prompt is too long: {length} tokens leave no room for a sample; "
+            f"this model's maximum context length is {max_context_length} tokens",
+            field="prompt",
+        )
     return length
 
 
@@ -97,12 +105,50 @@ def _check_stop_strings(params: SamplingParams) -> None:
         _refuse("sampling_params.stop", f"the strings take {size_bytes} bytes together; {MAX_STOP_BYTES} are allowed")
 
 
-def _check_stop_tokens(params: SamplingParams, vocab_size: int) -> None:
-    if isinstance(params.stop, str):
-        return
-    for index, stop in enumerate(params.stop or ()):
-        if isinstance(stop, int) and not 0 <= stop < vocab_size:
-            _refuse_token(f"sampling_params.stop[{index}]", stop, vocab_size)
+def _check_own_options(params: SamplingParams) -> None:
+    """Refuse values of tinsmith's own options that are out of range."""
+    for name, (low, high) in RANGES.items():
+        value = getattr(params, name)
+        if value is not None and not low <= value <= high:
+            _refuse(f"sampling_params.{name}", f"{value} is not allowed; it must be {low:g} to {high:g}")
+    repetition = params.repetition_penalty
+    if repetition is not None and not 0 < repetition <= MAX_REPETITION_PENALTY:
+        _refuse(
+            "sampling_params.repetition_penalty",
+            f"{repetition} is not allowed; it must be above 0 and at most {MAX_REPETITION_PENALTY:g} (1 has no effect)",
+        )
+    for token, bias in (params.logit_bias or {}).items():
+        if not -MAX_BIAS <= bias <= MAX_BIAS:
+            _refuse(
+                f"sampling_params.logit_bias[{token}]",
+                f"{bias} is not allowed; it must be {-MAX_BIAS:g} to {MAX_BIAS:g}",
+            )
+    if params.output_format is not None:
+        _check_output_format(params.output_format)
+
+
+def _check_output_format(output: OutputFormat) -> None:
+    """Refuse a text that is too long or does not belong to its type; `grammar_rules` compiles it."""
+    where = "sampling_params.output_format.schema"
+    if output.type == "json_object" and output.schema:
+        _refuse(where, "must be empty for type json_object; use type json_schema to say what the object looks like")
+    if output.type != "json_object" and not output.schema:
+        _refuse(where, f"is empty; type {output.type} needs one")
+    size_bytes = len(output.schema.encode(errors="surrogatepass"))
+    if size_bytes > MAX_GRAMMAR_BYTES:
+        _refuse(where, f"has {size_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are allowed")
+
+
+def _check_tokens(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse token ids that are not in the vocabulary."""
+    stops = () if isinstance(params.stop, str) else params.stop or ()
+    for name, listed in (("stop", stops), ("stop_token_ids", params.stop_token_ids or ())):
+        for index, stop in enumerate(listed):
+            if isinstance(stop, int) and not 0 <= stop < vocab_size:
+                _refuse_token(f"sampling_params.{name}[{index}]", stop, vocab_size)
+    for token in params.logit_bias or ():
+        if not 0 <= token < vocab_size:
+            _refuse_token("sampling_params.logit_bias", token, vocab_size)
 
 
 def _check_tables(request: SampleRequest, vocab_size: int, length: int, max_tokens: int) -> None:

@@ -13,7 +13,7 @@ from tinsmith.cli.talk.conversation import Conversation
 from tinsmith.client.runtime.futures import Future
 from tinsmith.client.submit.stream import SampledTokens
 from tinsmith.errors import TinkerError
-from tinsmith.printable import printable
+from tinsmith.text.printable import printable
 from tinsmith.types import SamplingParams
 
 

@@ -249,8 +249,9 @@ def test_missing_torch_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_importing_the_modules_loads_no_torch() -> None:
-    names = ("losses.custom_loss", "losses.loss_graph", "losses.regularizers", "tokenizers.tokenizer")
-    source = "import sys\n" + "".join(f"import tinsmith.client.{name}\n" for name in names)
+    losses = ("custom_loss", "loss_graph", "regularizers")
+    names = [*(f"client.losses.{name}" for name in losses), "text.tokenizer", "text.chat_template"]
+    source = "import sys\n" + "".join(f"import tinsmith.{name}\n" for name in names)
     heavy = ("torch", "tokenizers", "jinja2", "huggingface_hub", "transformers")
     source += f"print([name for name in {heavy!r} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=60)

@@ -13,10 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tinsmith.client.tokenizers.tokenizer import load_tokenizer
 from tinsmith.engine.models import tiny as tiny_models
-from tinsmith.engine.models.bpe_tokenizer import PRE_TOKENIZERS, byte_alphabet, write_tokenizer
+from tinsmith.engine.models.bpe_tokenizer import PRE_TOKENIZERS, write_tokenizer
 from tinsmith.errors import InvalidInputError
+from tinsmith.text.token_bytes import byte_alphabet
+from tinsmith.text.tokenizer import load_tokenizer
 
 TEXTS = [
     "Hello, world!",

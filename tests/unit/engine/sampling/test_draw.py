@@ -8,6 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 import torch
+from support.draw_reference import reference_probs
 
 from tinsmith.engine.sampling.draw import DrawRule, draw, draw_from, topk
 
@@ -23,25 +24,13 @@ RULES = [
     DrawRule(0.5, VOCABULARY + 9, 1.0),
     DrawRule(1.0, 1, 1.0),
     DrawRule(1.0, -1, 1e-9),
+    DrawRule(1.0, -1, 1.0, 0.1),
+    DrawRule(1.5, -1, 1.0, 1.0),
+    DrawRule(0.8, 30, 1.0, 0.2),
+    DrawRule(2.0, -1, 0.9, 0.3),
+    DrawRule(2.0, 300, 0.95, 0.05),
+    DrawRule(3.0, -1, 0.999, 1e-6),
 ]
-
-
-def reference_probs(logits: np.ndarray, rule: DrawRule) -> np.ndarray:
-    """The distribution a rule means, written plainly."""
-    if rule.temperature == 0:
-        return np.eye(len(logits))[np.argmax(logits)]
-    scaled = logits.astype(np.float64) / rule.temperature
-    probs = np.exp(scaled - scaled.max())
-    probs /= probs.sum()
-    order = np.argsort(-probs, kind="stable")
-    if rule.top_k > 0:
-        probs[order[rule.top_k :]] = 0
-        probs /= probs.sum()
-    if rule.top_p < 1:
-        before = np.cumsum(probs[order]) - probs[order]
-        probs[order[before >= rule.top_p]] = 0
-        probs /= probs.sum()
-    return probs
 
 
 Draws: TypeAlias = Callable[[torch.Tensor, list[DrawRule], np.ndarray], tuple[torch.Tensor, torch.Tensor]]

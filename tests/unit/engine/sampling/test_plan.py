@@ -9,8 +9,8 @@ import pytest
 
 from tinsmith.engine.models.tiny import make_tiny
 from tinsmith.engine.sampling.plan import StopMatcher, StopRule, stop_rule
-from tinsmith.engine.sampling.token_bytes import read_token_bytes
 from tinsmith.errors import InvalidInputError
+from tinsmith.text.token_bytes import read_token_bytes
 
 TABLE = (b"<eos>", b"a", b"b", b"ab", b" stop", b"st", b"op", "é".encode()[:1], "é".encode()[1:], b"")
 

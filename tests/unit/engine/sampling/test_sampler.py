@@ -386,7 +386,7 @@ def test_adapters_in_use_are_not_removed(model) -> None:
     [
         ([], {}, "prompt: is empty"),
         ([1, 999], {}, r"tokens\[1\]: 999 is not a token of this model"),
-        (prompt(256), {}, "256 tokens leave no room for a sample in the context of 256"),
+        (prompt(256), {}, "256 tokens leave no room for a sample; this model's maximum context length is 256"),
         ([1], {"temperature": -1.0}, "temperature: -1.0 is not allowed"),
         ([1], {"temperature": float("nan")}, "temperature"),
         ([1], {"top_p": 0.0}, "top_p: 0.0 is not allowed"),

@@ -12,7 +12,7 @@ from support.in_process import Answer, Client, Recorder, Server, run, sample, se
 
 from tinsmith.engine.protocol import AnyJob, TokenEvent
 from tinsmith.server.jobs import samples as samples_module
-from tinsmith.server.jobs import streams
+from tinsmith.server.jobs import streams, token_log
 from tinsmith.server.jobs.token_log import TokenLog
 from tinsmith.store.base import statement
 from tinsmith.wire.codecs.proto_sampling import decode_response
@@ -256,7 +256,80 @@ def test_a_log_passes_over_what_it_has() -> None:
         assert not growth.done(), "that was known"
         second(TokenEvent(sample=0, tokens=(3, 4), logprobs=(-3.0, -4.0)))
         assert growth.done()
-        found = [(index, list(tokens), list(logprobs)) for index, tokens, logprobs in log.after([1, 1])]
-        assert found == [(0, [2, 3, 4], [-2.0, -3.0, -4.0])]
+        (new,) = log.after([1, 1])
+        assert (new.index, list(new.tokens), list(new.logprobs)) == (0, [2, 3, 4], [-2.0, -3.0, -4.0])
+        assert new.topk is None
+
+    run(scenario())
+
+
+def test_a_log_keeps_the_tables_of_its_tokens() -> None:
+    async def scenario() -> None:
+        log = TokenLog(1)
+        first, second = log.listener(), log.listener()
+        rows = [[(10 * place, -0.5 * place), (10 * place + 1, -1.5)] for place in range(3)]
+
+        def event(*places: int) -> TokenEvent:
+            flat = [cell for place in places for cell in rows[place]]
+            tables = {
+                "topk_tokens": tuple(token for token, _ in flat),
+                "topk_logprobs": tuple(logprob for _, logprob in flat),
+            }
+            return TokenEvent(sample=0, tokens=places, logprobs=(-1.0,) * len(places), **tables)
+
+        first(event(0, 1))
+        second(event(0))
+        second(event(1, 2))
+        (new,) = log.after([0])
+        assert (list(new.tokens), new.topk) == ([0, 1, 2], rows)
+        (new,) = log.after([2])
+        assert (list(new.tokens), new.topk) == ([2], rows[2:])
+
+    run(scenario())
+
+
+def test_large_tables_come_in_pieces() -> None:
+    """A client that comes back late gets everything, but no more at a time than the loop can write quickly."""
+
+    async def scenario() -> None:
+        log, k, count = TokenLog(1), 1000, 30
+        take = log.listener()
+        for token in range(count):
+            take(
+                TokenEvent(sample=0, tokens=(token,), logprobs=(-1.0,), topk_tokens=(7,) * k, topk_logprobs=(-2.0,) * k)
+            )
+        sent, found = [0], []
+        while new := next(iter(log.after(sent)), None):
+            assert new.topk is not None
+            assert len(new.topk) == len(new.tokens)
+            assert sum(map(len, new.topk)) <= token_log.PIECE_CELLS
+            sent[0] += len(new.tokens)
+            found += list(new.tokens)
+        assert found == list(range(count))
+
+    run(scenario())
+
+
+def test_a_stream_has_the_tables_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_log, "PIECE_CELLS", 4)
+
+    async def scenario() -> None:
+        async with serving(tmp_path) as server:
+            ann, _, sampler = await begun(server)
+            plain = pieces(await ann.post(STREAM, sample(sampler, 1)))
+            assert not any("topk" in data for _, data in plain)
+            message = sample(sampler, 2, num_samples=2, topk_sample_logprobs=2)
+            first = await ann.post(STREAM, message)
+            result = await ann.poll(first.headers["x-tinsmith-request-id"], accept="application/x-protobuf")
+            rows = [sequence.topk_logprobs for sequence in decode_response(result.body).sequences]
+            again = await ann.post(STREAM, message)
+            for answer in (first, again):
+                for index, expected in enumerate(rows):
+                    own = [data for name, data in pieces(answer) if name == "token" and data["index"] == index]
+                    assert [[tuple(cell) for cell in row] for data in own for row in data["topk"]] == expected
+            later = pieces(await ann.post(f"{STREAM}?have=3,4", message))
+            assert [[tuple(cell) for cell in row] for _, data in later[:-1] for row in data["topk"]] == (rows[0] or [])[
+                3:
+            ]
 
     run(scenario())

@@ -260,3 +260,24 @@ def test_a_failure_is_read_whatever_the_case_of_its_category() -> None:
 def test_numbers_that_json_lacks_never_turn_into_null(build: Any, number: float) -> None:
     with pytest.raises(InvalidInputError, match=r"learning_rate|temperature|grad_norm|args"):
         json_codec.encode(build(number))
+
+
+def test_extensions_are_invisible_until_they_are_given() -> None:
+    plain = types.SamplingParams(max_tokens=3)
+    assert plain.min_p is None
+    assert json.loads(json_codec.encode(plain)) == {"max_tokens": 3, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
+    assert "min_p" not in plain.model_dump()
+    given = types.SamplingParams(min_p=None, logit_bias={5: 1.5}, output_format=types.OutputFormat(type="json_object"))
+    dumped = given.model_dump()
+    assert (dumped["min_p"], dumped["logit_bias"], dumped["output_format"]["type"]) == (None, {5: 1.5}, "json_object")
+    assert "frequency_penalty" not in dumped
+    assert json_codec.decode(json_codec.encode(given), types.SamplingParams) == given
+
+
+def test_token_ids_may_be_strings_as_in_json() -> None:
+    assert types.SamplingParams(logit_bias={"5": 1.0}).logit_bias == {5: 1.0}  # type: ignore[dict-item]
+    again = types.SamplingParams.model_validate_json('{"logit_bias": {"7": -1}}')
+    assert again.logit_bias == {7: -1.0}
+    with pytest.raises(InvalidInputError, match="logit_bias: Expected `int`, got `str`") as caught:
+        types.SamplingParams(logit_bias={"five": 1.0})  # type: ignore[dict-item]
+    assert caught.value.field == "logit_bias"

@@ -12,10 +12,11 @@ from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.protocol import ModelCard
 from tinsmith.engine.sampling.plan import plan_sample
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.bodies.read import SampleQuestion, read_sample
+from tinsmith.server.bodies.questions import SampleQuestion
+from tinsmith.server.bodies.read import read_sample
 from tinsmith.wire.codecs import json_codec
 from tinsmith.wire.message import NOT_GIVEN
-from tinsmith.wire.messages.sampling import SampleRequest, SamplingParams
+from tinsmith.wire.messages.sampling import OutputFormat, SampleRequest, SamplingParams
 from tinsmith.wire.rules.sample_rules import MAX_TOPK, check_options, check_sample
 from tinsmith.wire.values.chunks import ImageAssetPointerChunk
 from tinsmith.wire.values.inputs import ModelInput
@@ -59,7 +60,7 @@ def test_what_is_fine() -> None:
     [
         ([], "prompt", "is empty"),
         ([1, 100], "prompt.chunks[0].tokens[1]", r"100 is not a token of this model \(allowed: 0 to 99\)"),
-        ([1] * 16, "prompt", "16 tokens leave no room for a sample in the context of 16"),
+        ([1] * 16, "prompt", "16 tokens leave no room for a sample; this model's maximum context length is 16"),
     ],
 )
 def test_prompts(tokens: list[int], field: str, says: str) -> None:
@@ -85,6 +86,27 @@ def test_a_prompt_that_is_no_text() -> None:
         ({"stop": [1, 100]}, "stop[1]", "100 is not a token of this model"),
         ({"stop": [-1]}, "stop[0]", "-1 is not a token"),
         ({"stop": ["x" * 999] * 5}, "stop", "the strings take 4995 bytes together; 4096 are allowed"),
+        ({"min_p": 1.5}, "min_p", "1.5 is not allowed; it must be 0 to 1"),
+        ({"min_p": -0.1}, "min_p", "-0.1 is not allowed"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty", "2.5 is not allowed; it must be -2 to 2"),
+        ({"presence_penalty": -2.5}, "presence_penalty", "-2.5 is not allowed; it must be -2 to 2"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", "0.0 is not allowed; it must be above 0 and at most 10"),
+        ({"repetition_penalty": 10.5}, "repetition_penalty", "10.5 is not allowed"),
+        ({"logit_bias": {1: 0.0, 2: -101.0}}, "logit_bias[2]", "-101.0 is not allowed; it must be -100 to 100"),
+        ({"logit_bias": {1: 0.0, 100: 1.0}}, "logit_bias", r"100 is not a token of this model \(allowed: 0 to 99\)"),
+        ({"logit_bias": {-1: 0.0}}, "logit_bias", "-1 is not a token"),
+        ({"stop_token_ids": [1, 100]}, "stop_token_ids[1]", "100 is not a token of this model"),
+        (
+            {"output_format": OutputFormat(type="json_object", schema="{}")},
+            "output_format.schema",
+            "must be empty for type json_object; use type json_schema",
+        ),
+        ({"output_format": OutputFormat(type="regex")}, "output_format.schema", "is empty; type regex needs one"),
+        (
+            {"output_format": OutputFormat(type="lark", schema="\u00fc" * 40_000)},
+            "output_format.schema",
+            "has 80000 bytes; at most 65536 are allowed",
+        ),
     ],
 )
 def test_parameters(params: dict[str, Any], field: str, says: str) -> None:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinsmith.client.runtime.optional_packages import library
-from tinsmith.client.tokenizers.chat_template import check_objects, chosen_template, render
 from tinsmith.errors import InvalidInputError, TinkerError
+from tinsmith.text.chat_template import check_objects, chosen_template, render
+from tinsmith.text.optional_packages import library
 
 MAX_FILE_BYTES = 128 * 2**20
 """The largest tokenizer file that is read; those of current models have up to 40 MB."""
@@ -188,6 +188,26 @@ class Tokenizer:
     @property
     def all_special_ids(self) -> list[int]:
         return [self._backend.token_to_id(token) for token in self.all_special_tokens]
+
+    def special_texts(self) -> list[str]:
+        """Return the texts of all special tokens, including those without a name."""
+        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+
+    def special_ids(self) -> list[int]:
+        """Return the ids of all special tokens, including those without a name."""
+        return [self._backend.token_to_id(text) for text in self.special_texts()]
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that a text stands for; None if it is ordinary text."""
+        return self._id(text) if text in self.special_texts() else None
+
+    def has_token(self, text: str) -> bool:
+        """Whether a text is one token of the vocabulary."""
+        return self._id(text) is not None
+
+    def template_for(self, *, has_tools: bool) -> str:
+        """Return the chat template; the one for tools if there are tools and such a template."""
+        return chosen_template(_templates(self.files), None, has_tools=has_tools)
 
     @property
     def chat_template(self) -> str | None:

@@ -15,7 +15,7 @@ from tinsmith.wire.routes.own import TOKENIZER
 
 def tokenizer_of(holder: Operations, model_name: str | None, tokenizer_id: str | None) -> Any:
     """Return the tokenizer of a model, cached by its content."""
-    from tinsmith.client.tokenizers.tokenizer import TokenizerFiles, load_tokenizer, tokenizer_source
+    from tinsmith.text.tokenizer import TokenizerFiles, load_tokenizer, tokenizer_source
 
     if not model_name and not tokenizer_id:
         raise TinkerError(
@@ -39,7 +39,7 @@ def tokenizer_of(holder: Operations, model_name: str | None, tokenizer_id: str |
 async def _from_server(holder: Operations, model_name: str) -> dict[str, Any] | None:
     """Return the server's tokenizer files; None if it has none. An error of the server is raised: a tokenizer from
     elsewhere might not be the one that the model was trained with."""
-    from tinsmith.client.tokenizers.tokenizer import MAX_FILE_BYTES
+    from tinsmith.text.tokenizer import MAX_FILE_BYTES
 
     connection = holder.connection
     await connection.ready()

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from tinsmith.client.runtime.optional_packages import library
-from tinsmith.client.tokenizers.template_sandbox import MAX_TEMPLATE_CHARACTERS, bounded_filter, metered, sandbox
 from tinsmith.errors import InvalidInputError
+from tinsmith.text.optional_packages import library
+from tinsmith.text.template_sandbox import MAX_TEMPLATE_CHARACTERS, bounded_filter, metered, sandbox
 
 _PADDED = re.compile(r"%\D?\d")
 """A width in a date's format: the C library would fill it up."""

@@ -14,16 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.client.runtime.optional_packages import library
-from tinsmith.client.tokenizers.template_sandbox import MAX_CHAT_CHARACTERS
-from tinsmith.client.tokenizers.tokenizer import (
+from tinsmith.errors import InvalidInputError, TinkerError
+from tinsmith.text.optional_packages import library
+from tinsmith.text.template_sandbox import MAX_CHAT_CHARACTERS
+from tinsmith.text.tokenizer import (
     LLAMA_3_MIRROR,
     Tokenizer,
     TokenizerFiles,
     load_tokenizer,
     tokenizer_source,
 )
-from tinsmith.errors import InvalidInputError, TinkerError
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -261,7 +261,7 @@ def test_model_names_lead_to_a_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["no-such-org/no-such-model", "not/a/hub/id", ""])
 def test_offline_a_directory_is_asked_for(name: str) -> None:
     source = (
-        "from tinsmith.client.tokenizers.tokenizer import load_tokenizer\nfrom tinsmith.errors import TinkerError\n"
+        "from tinsmith.text.tokenizer import load_tokenizer\nfrom tinsmith.errors import TinkerError\n"
         f"try:\n    load_tokenizer({name!r})\nexcept TinkerError as error:\n    print(error)"
     )
     environment = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": ":".join(sys.path)}

@@ -1,4 +1,5 @@
-"""The bytes of each token, read from a `tokenizer.json`; stop strings are matched on them.
+"""The bytes of each token, read from a `tokenizer.json`: stop strings are matched on them, and sampled text is made of
+them.
 
 Bytes rather than characters, because one character may be spread over several tokens. Supports byte-level vocabularies
 (GPT-2, Llama 3, Qwen, SmolLM) and SentencePiece-like ones (Llama 2, Mistral).
@@ -12,11 +13,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinsmith.engine.models.bpe_tokenizer import byte_alphabet
 from tinsmith.errors import InvalidInputError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"  # what SentencePiece writes for a space
+
+
+def byte_alphabet() -> list[str]:
+    """Return the character that stands for each byte: itself if it is printable, else one from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    stand_ins = {byte: chr(0x100 + place) for place, byte in enumerate(others)}
+    return [chr(byte) if byte in printable else stand_ins[byte] for byte in range(256)]
+
+
 _BYTES_BY_CHARACTER = {character: byte for byte, character in enumerate(byte_alphabet())}
 
 
@@ -33,6 +43,12 @@ def read_token_bytes(tokenizer_json: Path) -> tuple[bytes, ...]:
     for token, text in added.items():
         table[token] = text.encode()
     return tuple(table)
+
+
+def read_special_tokens(tokenizer_json: Path) -> frozenset[int]:
+    """Return the tokens that are no text, such as the ends of turns: a sample's text never contains their names."""
+    described = json.loads(tokenizer_json.read_text(encoding="utf-8"))
+    return frozenset(entry["id"] for entry in described.get("added_tokens", []) if entry.get("special"))
 
 
 def _vocabulary(model: Mapping[str, Any], path: Path) -> dict[str, int]:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from tinsmith.client.runtime.optional_packages import library
+from tinsmith.text.optional_packages import library
 
 MAX_TEMPLATE_CHARACTERS = 256 * 1024
 MAX_CHAT_CHARACTERS = 16 * 2**20
