@@ -298,7 +298,8 @@ def openai_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
             "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": ["a" * 50] * 8000}}},
         },
     )
-    yield "a long answer to a chat", {"messages": [turn], "logprobs": True, "stream": True}
+    yield "a long answer to a chat", {"messages": [turn], "logprobs": True, "stream": True, "max_tokens": 200_000}
+    yield "too many choices", {"prompt": [[97]] * 256, "n": 1024, "max_tokens": 1, "stream": True}
 
 
 def anthropic_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -350,6 +351,23 @@ def other_bodies() -> Iterator[tuple[str, str, bytes]]:
         yield what, "/v1/messages", json.dumps({"model": BASE, "max_tokens": 10, **fields}).encode()
         if "stream" not in fields:
             yield what, "/v1/messages/count_tokens", json.dumps({"model": BASE, **fields}).encode()
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_thousand_choices_do_not_hold_the_loop(tmp_path: Path, is_stream: bool) -> None:
+    async def scenario() -> None:
+        backend = Scripted(tmp_path / "tokenizer", "ab", samples=1000)
+        async with serving(tmp_path, backend=backend) as server:
+            ann = await server.client()
+            many = {"model": BASE, "n": 1000, "max_tokens": 3, "stream": is_stream}
+            echoed = {**many, "prompt": [97] * 3000, "echo": True}
+            chat = {**many, "messages": [{"role": "user", "content": "a"}]}
+            with watched_loop() as lag:
+                for path, body in (("/v1/completions", echoed), ("/v1/chat/completions", chat)):
+                    seconds, where = await longest(lag, partial(ann.post, path, body))
+                    assert seconds < MAX_S, (path, where)
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_no_request_of_other_services_clients_holds_the_loop(tmp_path: Path) -> None:

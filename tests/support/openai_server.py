@@ -138,17 +138,27 @@ def chunks(answer: Answer) -> list[Any]:
 
 
 class Scripted(Recorder):
-    """A backend whose model always answers with one text, a token at a time if it is streamed."""
+    """A backend whose model always answers with one text, a token at a time if it is streamed.
+
+    Requests must ask for `samples` samples.
+    """
 
     def __init__(
-        self, directory: Path, text: str, *, template: str = TEMPLATE, end: int | None = 257, **card: Any
+        self,
+        directory: Path,
+        text: str,
+        *,
+        template: str = TEMPLATE,
+        end: int | None = 257,
+        samples: int = 1,
+        **card: Any,
     ) -> None:
         write_tokenizer(directory, template)
         super().__init__((card_with_tokenizer(directory, **card),))
         drawn = load_tokenizer(str(directory)).encode(text)
         tokens = np.array([*drawn, *([] if end is None else [end])], np.int32)
         logprobs = -np.arange(tokens.size, dtype=np.float32) / 8
-        response = SampleResponse([SampledSequence("stop", "", tokens, logprobs)])
+        response = SampleResponse([SampledSequence("stop", "", tokens, logprobs)] * samples)
         self.done = Done(body=encode_response(response), encoding="protobuf")
         self.events = token_events(response)
 

@@ -29,10 +29,10 @@ client = openai.OpenAI(max_retries=0)
 
 
 class Answer(pydantic.BaseModel):
-    """What a structured answer is."""
+    """What a structured answer is. It is bounded, so that a model that draws at random completes it, too."""
 
-    city: str
-    size: int
+    city: str = pydantic.Field(max_length=12)
+    size: int = pydantic.Field(ge=0, le=999)
 
 
 def completions() -> dict:

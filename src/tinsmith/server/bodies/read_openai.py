@@ -89,6 +89,8 @@ def _completions(question: PromptQuestion, request: wire.CompletionRequest, toke
         "prompt_logprobs": True if scores else NOT_GIVEN,
     }
     params = _params(request, most, tokenizer, None)
+    scored = sum(most + (len(tokens) if scores else 0) for tokens in prompts) * _count(request)
+    _check_size(request, len(prompts), request.logprobs, scored)
     return PromptReading(
         samples=[
             _sample(question, request, tokens, params, draws, f"prompt[{index}]" if len(prompts) > 1 else "")
@@ -117,12 +119,15 @@ def chat_reading(
     draws = {"topk_sample_logprobs": request.top_logprobs or 0}
     params = _params(request, most, tokenizer, prompt)
     tokens = prompt_tokens(prompt.text, question.card, tokenizer, is_whole=True)
+    likely = (request.top_logprobs or 0) if request.logprobs else None
+    room = max(question.card.max_context_length - len(tokens), 0)
+    _check_size(request, 1, likely, (room if most is None else most) * _count(request))
     return PromptReading(
         samples=[_sample(question, request, tokens, params, draws, "")],
         n=_count(request),
         is_stream=bool(request.stream),
         has_usage=_has_usage(request),
-        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+        logprobs=likely,
         stops=_stops(request),
         thinking=prompt.thinking,
         tool_form=prompt.tool_form,
@@ -195,6 +200,19 @@ def _biases(biases: dict[str, float] | None) -> dict[int, float] | None:
         if not (token.isascii() and token.isdigit() and len(token) < 10):
             _refuse("logit_bias", f"{token!r} is not a token id")
     return {int(token): bias for token, bias in biases.items()} if biases else None
+
+
+def _check_size(request: wire.Sampled, prompts: int, likely: int | None, tokens: int) -> None:
+    """Refuse an answer that is too large; `likely` tokens are listed for each of the tokens, None if none is scored."""
+    count, most = _count(request), wire.MAX_CHOICES
+    if count * prompts > most:
+        _refuse("n", f"{count} for each of {prompts} prompts is too many; {most} in all are allowed")
+    if likely is not None and tokens * (1 + likely) > wire.MAX_SCORES:
+        _refuse(
+            "logprobs",
+            f"{1 + likely} for each of up to {tokens} tokens is too many; {wire.MAX_SCORES} in all are allowed, "
+            "so send a smaller max_tokens, n or number of logprobs",
+        )
 
 
 def _sample(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, cast
 
@@ -31,6 +31,12 @@ from tinsmith.wire.messages.sampling import SampleResponse
 from tinsmith.wire.routes.own import REQUEST_ID_HEADER
 
 RequestKind: TypeAlias = Literal["completions", "chat", "messages"]
+
+
+PART_BYTES = 64 * 1024
+"""What a stream makes before other tasks may run; about a millisecond."""
+PIECE_BYTES = 64
+"""What a piece counts besides its bytes: making an empty one takes time, too."""
 
 
 class SampleFailedError(RefusedError):
@@ -142,3 +148,18 @@ def event_stream(pieces: AsyncGenerator[bytes, None], request_id: str, header: s
     """Return server-sent events as an answer, with the request's id in a header."""
     headers = {"cache-control": "no-store", header: request_id}
     return StreamAnswer(pieces=pieces, content_type="text/event-stream; charset=utf-8", headers=headers)
+
+
+async def in_parts(pieces: Iterable[bytes]) -> AsyncGenerator[bytes, None]:
+    """Yield pieces joined, and let other tasks run between two parts: a request may have a thousand choices."""
+    part: list[bytes] = []
+    size = 0
+    for piece in pieces:
+        part.append(piece)
+        size += len(piece) + PIECE_BYTES
+        if size >= PART_BYTES:
+            yield b"".join(part)
+            part, size = [], 0
+            await asyncio.sleep(0)
+    if any(part):
+        yield b"".join(part)

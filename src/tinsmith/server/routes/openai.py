@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 
 from tinsmith.errors import InvalidInputError, TinkerError
 from tinsmith.server.call import Answer, AnyAnswer, Call, Handlers, reply
 from tinsmith.server.dialects.openai_answer import DONE, AnswerForm, ChunkedChoice, Kind, usage_chunk, whole_answer
-from tinsmith.server.dialects.running_samples import begin_samples, event_stream, response_of, results
+from tinsmith.server.dialects.running_samples import begin_samples, event_stream, in_parts, response_of, results
 from tinsmith.server.dialects.targets import described, find_target, list_models
 from tinsmith.server.http import errors
-from tinsmith.server.jobs.follow import Followed, SampleEnd, follow
+from tinsmith.server.jobs.follow import Event, Followed, SampleEnd, follow
 from tinsmith.server.services import Services
 from tinsmith.wire.messages.openai import ModelList
 from tinsmith.wire.messages.sampling import SampleResponse
@@ -69,25 +69,19 @@ async def _sampled(services: Services, call: Call, kind: Kind) -> AnyAnswer:
 
 async def _stream(services: Services, form: AnswerForm, samples: Sequence[Followed]) -> AsyncGenerator[bytes, None]:
     """Yield server-sent events until every choice has ended, then the usage and the end of the stream."""
-    count = form.reading.n
-    choices = [ChunkedChoice(form, index, index // count) for index in range(count * len(samples))]
+    choices: list[ChunkedChoice] = []
     responses: dict[int, SampleResponse] = {}
     async with contextlib.aclosing(follow(services, samples)) as events:
-        yield b"".join([choice.begin() for choice in choices])
+        async for part in in_parts(_begun(form, len(samples), choices)):
+            yield part
         try:
             async for news in events:
-                pieces = []
-                for event in news:
-                    if isinstance(event, SampleEnd):
-                        responses[event.sample] = response = response_of(event.outcome)
-                        first = event.sample * count
-                        pieces += _last(choices[first : first + count], response, samples[event.sample].seen)
-                    else:
-                        new = event.new
-                        pieces.append(
-                            choices[event.sample * count + new.index].push(new.tokens, new.logprobs, new.topk)
-                        )
-                yield b"".join(pieces) or KEEP_ALIVE
+                is_silent = True
+                async for part in in_parts(_told(form, samples, choices, responses, news)):
+                    yield part
+                    is_silent = False
+                if is_silent:
+                    yield KEEP_ALIVE
         except TinkerError as error:
             yield b"data: %s\n\n" % errors.body_of(error, "openai")
             return
@@ -96,16 +90,41 @@ async def _stream(services: Services, form: AnswerForm, samples: Sequence[Follow
     yield DONE
 
 
-def _last(choices: Sequence[ChunkedChoice], response: SampleResponse, seen: Sequence[int]) -> list[bytes]:
-    """Return the chunks of what was not seen yet of a sample, and of its end."""
-    pieces = []
+def _begun(form: AnswerForm, samples: int, choices: list[ChunkedChoice]) -> Iterator[bytes]:
+    """Make the choices, and yield the first chunk of each."""
+    count = form.reading.n
+    for index in range(count * samples):
+        choices.append(ChunkedChoice(form, index, index // count))
+        yield choices[-1].begin()
+
+
+def _told(
+    form: AnswerForm,
+    samples: Sequence[Followed],
+    choices: Sequence[ChunkedChoice],
+    responses: dict[int, SampleResponse],
+    news: Iterable[Event],
+) -> Iterator[bytes]:
+    """Yield the chunks of new tokens and of samples that have ended, whose responses are kept."""
+    count = form.reading.n
+    for event in news:
+        first = event.sample * count
+        if isinstance(event, SampleEnd):
+            responses[event.sample] = response = response_of(event.outcome)
+            yield from _last(choices[first : first + count], response, samples[event.sample].seen)
+        else:
+            new = event.new
+            yield choices[first + new.index].push(new.tokens, new.logprobs, new.topk)
+
+
+def _last(choices: Sequence[ChunkedChoice], response: SampleResponse, seen: Sequence[int]) -> Iterator[bytes]:
+    """Yield the chunks of what was not seen yet of a sample, and of its end."""
     for choice, sequence, begin in zip(choices, response.sequences, seen, strict=True):
         tokens, logprobs = sequence.tokens, list(sequence.logprobs or ())
         if begin < len(tokens):
             rows = sequence.topk_logprobs
-            pieces.append(choice.push(tokens[begin:], logprobs[begin:], rows[begin:] if rows is not None else None))
-        pieces.append(choice.finish(sequence.stop_reason))
-    return pieces
+            yield choice.push(tokens[begin:], logprobs[begin:], rows[begin:] if rows is not None else None)
+        yield choice.finish(sequence.stop_reason)
 
 
 HANDLERS: Handlers = {

@@ -24,12 +24,17 @@ MAX_TOKENS = 4 * 2**20
 MAX_TOOL_CALLS = 128
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_CHOICES = 1024
+"""Choices of one request, over all of its prompts."""
+MAX_SCORES = 2**18
+"""Logprobs in one answer, with those of the likely tokens: each is an object in JSON, which takes hundreds of bytes."""
 
 Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 Tokens: TypeAlias = Annotated[list[Count], msgspec.Meta(max_length=MAX_TOKENS)]
 Prompt: TypeAlias = Text | Annotated[list[Text | Count | Tokens], msgspec.Meta(max_length=MAX_TOKENS)]
 """A text, token ids, or a list of either."""
 Stop: TypeAlias = StopText | Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)] | None
+TopLogprobs: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 Logits: TypeAlias = Annotated[dict[ShortText, float], msgspec.Meta(max_length=MAX_BIASES)]
 
 IGNORED = frozenset(
@@ -97,7 +102,7 @@ class CompletionRequest(Sampled, frozen=True, kw_only=True):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: Count | None = None
+    logprobs: TopLogprobs | None = None
 
 
 class ContentPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,7 +170,7 @@ class ChatRequest(Sampled, frozen=True, kw_only=True):
     messages: Annotated[list[ChatMessage], msgspec.Meta(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: JsonList | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
