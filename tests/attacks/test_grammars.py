@@ -123,7 +123,7 @@ def test_small_bodies_with_a_grammar_are_read_in_a_process() -> None:
             assert pool._all[0]._process is not None
             assert "unclosed group" in reading.faults["m"].text  # type: ignore[union-attr]
         finally:
-            pool.close()
+            await pool.close()
 
     asyncio.run(scenario())
 

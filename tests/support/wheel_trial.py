@@ -12,7 +12,7 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,10 +31,11 @@ class Built:
     sdist: Path
 
 
-def build(source: Path, target: Path) -> Built:
-    """Build a source tree with the backend that pyproject.toml names, in this environment."""
+def build(source: Path, target: Path, variables: Mapping[str, str] | None = None) -> Built:
+    """Build a source tree with the backend that pyproject.toml names, in this environment, with further variables."""
     command = [sys.executable, "-m", "hatchling", "build", "--directory", str(target)]
-    subprocess.run(command, cwd=source, check=True, capture_output=True, text=True)
+    env = {**os.environ, **(variables or {})}
+    subprocess.run(command, cwd=source, env=env, check=True, capture_output=True, text=True)
     (wheel,), (sdist,) = target.glob("*.whl"), target.glob("*.tar.gz")
     return Built(wheel, sdist)
 

@@ -52,8 +52,9 @@ def test_the_sdist_holds_the_source_and_no_tests(built: Built) -> None:
     with tarfile.open(built.sdist) as opened:
         names = {PurePosixPath(name).relative_to(f"tinsmith-{__version__}") for name in opened.getnames()}
     assert {name.parts[0] for name in names} == {
-        *("src", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", ".gitignore"),
+        *("src", "tools", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE", "PKG-INFO", ".gitignore"),
     }
+    assert {name for name in names if name.parts[0] == "tools"} == {PurePosixPath("tools/project_urls.py")}
 
 
 def test_the_sdist_builds_the_same_wheel(built: Built, tmp_path: Path) -> None:
@@ -72,6 +73,19 @@ def test_the_metadata_says_what_it_is(built: Built) -> None:
     assert re.fullmatch(r">=3\.\d+", found["Requires-Python"])
     assert {"server", "postgres", "plot", "tokenizers"} <= set(found.get_all("Provides-Extra") or ())
     assert found.get_payload() == (ROOT / "README.md").read_text()
+
+
+def test_a_release_names_the_addresses_of_its_repository(tmp_path: Path) -> None:
+    """The workflow's repository is the only address that is sure to be right; a build elsewhere has none."""
+    workflow = {"GITHUB_SERVER_URL": "https://git.example", "GITHUB_REPOSITORY": "smiths/tinsmith"}
+    nowhere = dict.fromkeys(workflow, "")
+    source = metadata(build(ROOT, tmp_path / "release", workflow).wheel).get_all("Project-URL") or []
+    assert {
+        "Source, https://git.example/smiths/tinsmith",
+        "Issues, https://git.example/smiths/tinsmith/issues",
+        "Changelog, https://git.example/smiths/tinsmith/blob/main/CHANGELOG.md",
+    } <= set(source)
+    assert metadata(build(ROOT, tmp_path / "other", nowhere).wheel).get_all("Project-URL") is None
 
 
 def test_the_base_install_has_no_server(built: Built) -> None:

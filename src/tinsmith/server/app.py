@@ -289,7 +289,7 @@ async def _stop(services: Services) -> None:
     await services.runs.stop()
     await services.jobs.drain()
     services.hasher.close()
-    await asyncio.to_thread(services.readers.close)
+    await services.readers.close()
 
 
 async def drain(services: Services) -> None:

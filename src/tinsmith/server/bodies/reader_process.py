@@ -11,6 +11,7 @@ import os
 import signal
 import struct
 import traceback
+from typing import BinaryIO
 
 import msgspec
 
@@ -31,9 +32,9 @@ def main() -> None:
     """Answer until the server closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which closes the pipe
     bound_memory()
-    into, out = os.dup(0), os.dup(1)
+    out = os.dup(1)
     os.dup2(2, 1)  # what a library prints must not mix with answers
-    with contextlib.suppress(EOFError, BrokenPipeError):
+    with os.fdopen(os.dup(0), "rb") as into, contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             question_bytes, body_bytes = HEAD.unpack(receive(into, HEAD.size))
             question = receive(into, question_bytes)
@@ -65,16 +66,12 @@ def bound_memory() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (MAX_DATA_BYTES, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 
-def receive(descriptor: int, size: int) -> bytes:
+def receive(pipe: BinaryIO, size: int) -> bytes:
     """Read exactly `size` bytes, or raise EOFError."""
-    buffer = bytearray(size)
-    view, done = memoryview(buffer), 0
-    while done < size:
-        count = os.readv(descriptor, [view[done:]])
-        if not count:
-            raise EOFError
-        done += count
-    return bytes(buffer)
+    data = pipe.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
 
 
 def send(descriptor: int, data: bytes) -> None:
