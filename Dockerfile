@@ -10,6 +10,7 @@ COPY constraints.txt ./
 RUN /opt/tinsmith/bin/pip install --constraint constraints.txt \
     --extra-index-url https://download.pytorch.org/whl/cpu torch
 COPY pyproject.toml README.md LICENSE ./
+COPY tools/project_urls.py tools/
 COPY src src
 RUN /opt/tinsmith/bin/pip install --constraint constraints.txt '.[server,postgres]'
 

@@ -27,7 +27,8 @@ from tinsmith.wire.routes.openai import PREFIXES
 from tinsmith.wire.routes.own import HEALTHZ
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 FORMS = [path for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")) if path.name != "config.yml"]
 _PIN = re.compile(r"uses: ([\w./-]+)@([0-9a-f]{40}) # v\d+\.\d+\.\d+$")
@@ -91,7 +92,9 @@ def test_what_the_image_copies_is_there() -> None:
 def test_the_image_has_what_the_build_needs() -> None:
     """hatchling reads these when it builds the package."""
     copied = " ".join(line.text for line in DOCKERFILE if line.name == "COPY")
-    assert [name for name in (PROJECT["readme"], *PROJECT["license-files"]) if name not in copied] == []
+    hooks = [hook["path"] for hook in PYPROJECT["tool"]["hatch"]["metadata"]["hooks"].values()]
+    assert hooks != []
+    assert [name for name in (PROJECT["readme"], *PROJECT["license-files"], *hooks) if name not in copied] == []
 
 
 def test_the_image_installs_extras_that_exist() -> None:
