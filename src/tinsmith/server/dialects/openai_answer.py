@@ -211,8 +211,10 @@ class ChunkedChoice:
         self._entries: list[dict[str, Any]] = []
         self._calls = 0
         head = msgspec.json.encode(form.head(".chunk" if form.kind == "chat" else ""))[:-1]
-        self._head = b'data: %s,"choices":[{"index":%d,' % (head, index)
+        name = b"text" if form.kind == "completions" else b"delta"
+        self._head = b'data: %s,"choices":[{"index":%d,"%s":' % (head, index, name)
         self._tail = b'],"usage":null}\n\n' if form.reading.has_usage else b"]}\n\n"
+        self._plain_tail = b',"logprobs":null,"finish_reason":null}' + self._tail
         self._echo = form.echoed(sample) if form.reading.echo else ""
         self._scores.characters = len(self._echo)
 
@@ -265,16 +267,11 @@ class ChunkedChoice:
             self._entries += chat_scores(self._vocabulary, tokens, logprobs, rows)
 
     def _chunk(self, content: str | dict[str, Any], reason: str | None = None) -> bytes:
-        name = b'"text"' if self._parts is None else b'"delta"'
+        given = msgspec.json.encode(content)
+        if reason is None and self._is_plain:
+            return self._head + given + self._plain_tail
         end = b"null" if reason is None else b'"%s"' % reason.encode()
-        return b'%s%s:%s,"logprobs":%s,"finish_reason":%s}%s' % (
-            self._head,
-            name,
-            msgspec.json.encode(content),
-            self._taken(),
-            end,
-            self._tail,
-        )
+        return b'%s%s,"logprobs":%s,"finish_reason":%s}%s' % (self._head, given, self._taken(), end, self._tail)
 
     def _taken(self) -> bytes:
         """Return the logprobs of the tokens since the last chunk."""

@@ -21,7 +21,7 @@ from tinsmith.server.call import Call, StreamAnswer
 from tinsmith.server.dialects.targets import SampleTarget, find_target, sampler_of, template_of
 from tinsmith.server.dialects.vocabulary import Vocabulary
 from tinsmith.server.jobs.accept_sample import submit_sample
-from tinsmith.server.jobs.follow import Followed, SampleEnd, follow
+from tinsmith.server.jobs.follow import Event, Followed, SampleEnd, SampleGrowth, follow
 from tinsmith.server.jobs.pending_results import Outcome
 from tinsmith.server.jobs.token_log import TokenLog
 from tinsmith.server.refusals import RefusedError
@@ -37,6 +37,9 @@ PART_BYTES = 64 * 1024
 """What a stream makes before other tasks may run; about a millisecond."""
 PIECE_BYTES = 64
 """What a piece counts besides its bytes: making an empty one takes time, too."""
+
+SHORT_TOKENS = 16
+"""What an answer says of so many tokens, each with its twenty likeliest, is less than a part."""
 
 
 class SampleFailedError(RefusedError):
@@ -148,6 +151,11 @@ def event_stream(pieces: AsyncGenerator[bytes, None], request_id: str, header: s
     """Return server-sent events as an answer, with the request's id in a header."""
     headers = {"cache-control": "no-store", header: request_id}
     return StreamAnswer(pieces=pieces, content_type="text/event-stream; charset=utf-8", headers=headers)
+
+
+def is_short(news: Sequence[Event]) -> bool:
+    """Whether news are a few tokens of one sample, as nearly always, so that nothing needs to be made in parts."""
+    return len(news) == 1 and isinstance(news[0], SampleGrowth) and len(news[0].new.tokens) <= SHORT_TOKENS
 
 
 async def in_parts(pieces: Iterable[bytes]) -> AsyncGenerator[bytes, None]:

@@ -13,7 +13,14 @@ from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from tinsmith.errors import InvalidInputError, TinkerError
 from tinsmith.server.call import Answer, AnyAnswer, Call, Handlers, reply
 from tinsmith.server.dialects.openai_answer import DONE, AnswerForm, ChunkedChoice, Kind, usage_chunk, whole_answer
-from tinsmith.server.dialects.running_samples import begin_samples, event_stream, in_parts, response_of, results
+from tinsmith.server.dialects.running_samples import (
+    begin_samples,
+    event_stream,
+    in_parts,
+    is_short,
+    response_of,
+    results,
+)
 from tinsmith.server.dialects.targets import described, find_target, list_models
 from tinsmith.server.http import errors
 from tinsmith.server.jobs.follow import Event, Followed, SampleEnd, follow
@@ -76,6 +83,9 @@ async def _stream(services: Services, form: AnswerForm, samples: Sequence[Follow
             yield part
         try:
             async for news in events:
+                if is_short(news):
+                    yield b"".join(_told(form, samples, choices, responses, news)) or KEEP_ALIVE
+                    continue
                 is_silent = True
                 async for part in in_parts(_told(form, samples, choices, responses, news)):
                     yield part
