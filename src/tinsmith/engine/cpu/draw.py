@@ -28,12 +28,18 @@ GREEDY = 0.0
 
 def draw_plain(
     logits_SV: torch.Tensor, row_I: Integers, temperature_I: Floats, number_I: npt.NDArray[np.float64]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens_I drawn from these rows at these temperatures, and their logprobs_I at temperature 1."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tokens_I drawn from these rows at these temperatures, their logprobs_I at temperature 1, and norms_I.
+
+    The norm is the log of a row's summed exponentials, in float64. The logprob of any token of the row, to the bit, is
+    its logit minus the norm, computed in float64 and rounded.
+    """
     tokens_I, logprobs_I = torch.empty(len(row_I), dtype=torch.int64), torch.empty(len(row_I))
+    norms_I = torch.empty(len(row_I), dtype=torch.float64)
     use_threads(logits_SV.shape[1] * len(row_I) if len(row_I) > 1 else 0)
-    _draw(logits_SV.contiguous().numpy(), row_I, temperature_I, number_I, tokens_I.numpy(), logprobs_I.numpy())
-    return tokens_I, logprobs_I
+    filled = tokens_I.numpy(), logprobs_I.numpy(), norms_I.numpy()
+    _draw(logits_SV.contiguous().numpy(), row_I, temperature_I, number_I, *filled)
+    return tokens_I, logprobs_I, norms_I
 
 
 @njit(fastmath=FAST, error_model="numpy")
@@ -77,8 +83,8 @@ def _search(masses_W: npt.NDArray[np.float64], target: float) -> tuple[int, floa
 
 
 @njit(error_model="numpy")
-def _draw_one(logits_V: Floats, temperature: np.float32, number: float) -> tuple[int, float]:
-    """Return a token and its logprob by inverse transform sampling: first find the block, then the token in it."""
+def _draw_one(logits_V: Floats, temperature: np.float32, number: float) -> tuple[int, float, float]:
+    """Draw by inverse transform sampling, block first, then token: return the token, its logprob and the norm."""
     top, one, token = _peak(logits_V), np.float32(1), 0
     masses_W = np.empty((len(logits_V) + _BLOCK - 1) // _BLOCK, np.float64)
     total = _masses(logits_V, top, one, masses_W)
@@ -94,7 +100,8 @@ def _draw_one(logits_V: Floats, temperature: np.float32, number: float) -> tuple
         for n in range(len(piece_N)):
             within_N[n] = exponential((piece_N[n] - top) * sharpness)
         token = block * _BLOCK + _search(within_N, left)[0]
-    return token, logits_V[token] - (top + math.log(total))
+    norm = top + math.log(total)
+    return token, logits_V[token] - norm, norm
 
 
 @compiled()
@@ -105,6 +112,7 @@ def _draw(
     number_I: npt.NDArray[np.float64],
     token_I: Integers,
     logprob_I: Floats,
+    norm_I: npt.NDArray[np.float64],
 ) -> None:
     for i in prange(len(row_I)):
-        token_I[i], logprob_I[i] = _draw_one(logits_SV[row_I[i]], temperature_I[i], number_I[i])
+        token_I[i], logprob_I[i], norm_I[i] = _draw_one(logits_SV[row_I[i]], temperature_I[i], number_I[i])

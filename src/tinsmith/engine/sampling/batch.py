@@ -16,9 +16,9 @@ import torch
 
 from tinsmith.engine.sampling.block_attention import BlockCache, NewTokens
 from tinsmith.engine.sampling.decoder import FrozenAdapter, InferenceDecoder, RowAdapters
-from tinsmith.engine.sampling.draw import draw_from, topk, uniforms
+from tinsmith.engine.sampling.draw import Listed, draw_from, uniforms
 from tinsmith.engine.sampling.logit_changes import RowChanges
-from tinsmith.engine.sampling.sequence import Listed, Sequence
+from tinsmith.engine.sampling.sequence import Sequence
 from tinsmith.errors import InvalidInputError, NonFiniteError, TinkerError
 
 SCORED_ROWS = 64
@@ -144,14 +144,15 @@ def _drawn(sequences: List[Sequence], logits_SV: torch.Tensor) -> list[Drawn]:
         [state.job.seed for state in states], [index for _, index in wanted], [sequences[row].drawn for row in rows]
     )
     results, changes = _changes(sequences)
-    tokens, logprobs = draw_from(
+    tokens, logprobs, lists = draw_from(
         logits_SV,
         rows,
         [state.rule for state in states],
         numbers,
         {i: changes[row] for i, row in enumerate(rows) if row in changes},
+        _counts(sequences, rows),
     )
-    listed = _listed(sequences, logits_SV)
+    listed = {rows[i]: top for i, top in lists.items()}
     for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
         results[row].tokens.append(token)
         results[row].logprobs.append(logprob)
@@ -184,20 +185,15 @@ def _samples(sequence: Sequence) -> List[int]:
     return range(request.num_samples) if plan.max_new else ()
 
 
-def _listed(sequences: List[Sequence], logits_SV: torch.Tensor) -> dict[int, Listed]:
-    """Return the most likely tokens of the rows whose requests ask for them."""
-    asked: dict[int, list[int]] = {}
-    for row, sequence in enumerate(sequences):
-        k = sequence.state.job.request.topk_sample_logprobs
-        if k:
-            asked.setdefault(k, []).append(row)
-    listed: dict[int, Listed] = {}
-    for k, rows in asked.items():
-        tokens_SK, values_SK = topk(logits_SV[rows].log_softmax(dim=1), k)
-        tables = tokens_SK.to(torch.int32).cpu().numpy(), values_SK.float().cpu().numpy()
-        for row, tokens_K, values_K in zip(rows, *tables, strict=True):
-            listed[row] = tokens_K, values_K
-    return listed
+def _counts(sequences: List[Sequence], rows: List[int]) -> dict[int, int]:
+    """Return how many likely tokens to list, for the first draw of each row whose request asks for them."""
+    counts, before = {}, None
+    for i, row in enumerate(rows):
+        k = sequences[row].state.job.request.topk_sample_logprobs
+        if k and row != before:
+            counts[i] = k
+        before = row
+    return counts
 
 
 def _checked(drawn: Drawn, logits_V: torch.Tensor) -> Drawn:

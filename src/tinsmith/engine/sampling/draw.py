@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,10 @@ from torch.nn.functional import pad
 
 from tinsmith.engine.cpu.linear import can_compile, can_pack
 from tinsmith.engine.sampling.logit_changes import RowChanges
+from tinsmith.wire.values.numbers import Array
 
+Listed: TypeAlias = tuple[Array, Array]
+"""The most likely tokens at a position and their logprobs, as arrays; a list of pairs would be ten times as large."""
 NUCLEUS_CANDIDATES = 256
 """How many of the most likely tokens top-p considers first; only flat distributions need all of them sorted."""
 _BLOCK = 256
@@ -72,45 +75,89 @@ def draw_from(
     rules: Sequence[DrawRule],
     uniforms_I: npt.NDArray[np.float64],
     changes: Mapping[int, RowChanges] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw from these rows of the logits, each as often as it is listed: return tokens_I and logprobs_I.
+    counts: Mapping[int, int] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, dict[int, Listed]]:
+    """Draw from these rows of the logits, each as often as it is named: return tokens_I, logprobs_I and lists.
 
-    `changes` are applied to copies of the rows for these draws; the logprobs are those of the unchanged rows.
+    `changes` are applied to copies of the rows for these draws; the logprobs are those of the unchanged rows. `counts`
+    says for which draws to list the most likely tokens, and how many. Each way of drawing normalises logits in its own
+    order of sums, so it makes the lists as well: a token has the same logprob in its list as on its own, to the bit.
     """
-    changes = changes or {}
+    changes, counts = changes or {}, counts or {}
+    lists: dict[int, Listed] = {}
     if not can_pack(logits_SV.device, logits_SV.dtype) or not can_compile():
-        tokens_I, logprobs_I = _draw_listed(logits_SV, rows, rules, uniforms_I)
+        tokens_I, logprobs_I, lists = _draw_rows(logits_SV, rows, rules, uniforms_I, counts)
         slow = []
     else:
         from tinsmith.engine.cpu.draw import draw_plain
 
         temperatures_I = np.array([_divisor(rule) for rule in rules], np.float32)
-        tokens_I, logprobs_I = draw_plain(logits_SV, np.array(rows, np.int64), temperatures_I, uniforms_I)
+        tokens_I, logprobs_I, norms_I = draw_plain(logits_SV, np.array(rows, np.int64), temperatures_I, uniforms_I)
         slow = [i for i, rule in enumerate(rules) if rule.is_restricted and not rule.is_greedy and i not in changes]
+        if counts:
+            others = changes.keys() | slow
+            plain = {i: k for i, k in counts.items() if i not in others}
+            lists = _lists(logits_SV, rows, plain, norms_I)
     if slow:
-        tokens_I[slow], logprobs_I[slow] = _draw_listed(
-            logits_SV, [rows[i] for i in slow], [rules[i] for i in slow], uniforms_I[slow]
+        tokens_I[slow], logprobs_I[slow], some = _draw_rows(
+            logits_SV,
+            [rows[i] for i in slow],
+            [rules[i] for i in slow],
+            uniforms_I[slow],
+            {place: counts[i] for place, i in enumerate(slow) if i in counts},
         )
+        lists |= {slow[place]: listed for place, listed in some.items()}
     for i, change in changes.items():
-        tokens_I[i], logprobs_I[i] = _draw_changed(logits_SV[rows[i]], rules[i], uniforms_I[i : i + 1], change)
-    return tokens_I, logprobs_I
+        tokens_I[i], logprobs_I[i], listed = _draw_changed(
+            logits_SV[rows[i]], rules[i], uniforms_I[i : i + 1], change, counts.get(i)
+        )
+        lists |= {i: listed} if listed is not None else {}
+    return tokens_I, logprobs_I, lists
 
 
 def _draw_changed(
-    logits_V: torch.Tensor, rule: DrawRule, uniform_1: npt.NDArray[np.float64], change: RowChanges
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_V: torch.Tensor, rule: DrawRule, uniform_1: npt.NDArray[np.float64], change: RowChanges, k: int | None
+) -> tuple[torch.Tensor, torch.Tensor, Listed | None]:
     """Draw one token from a changed copy of a row. One row at a time, so that no other row can matter."""
     changed_1V = logits_V.clone().unsqueeze(0)
     change.apply(changed_1V[0])
-    tokens_1, logprobs_1 = draw(changed_1V, logits_V.log_softmax(dim=0).unsqueeze(0), [rule], uniform_1)
-    return tokens_1[0], logprobs_1[0]
+    scores_1V = logits_V.log_softmax(dim=0).unsqueeze(0)
+    tokens_1, logprobs_1 = draw(changed_1V, scores_1V, [rule], uniform_1)
+    return tokens_1[0], logprobs_1[0], None if k is None else _lists(scores_1V, [0], {0: k})[0]
 
 
-def _draw_listed(
-    logits_SV: torch.Tensor, rows: Sequence[int], rules: Sequence[DrawRule], uniforms_I: npt.NDArray[np.float64]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _draw_rows(
+    logits_SV: torch.Tensor,
+    rows: Sequence[int],
+    rules: Sequence[DrawRule],
+    uniforms_I: npt.NDArray[np.float64],
+    counts: Mapping[int, int],
+) -> tuple[torch.Tensor, torch.Tensor, dict[int, Listed]]:
+    """Draw from unchanged rows in torch."""
     picked_IV = logits_SV if list(rows) == list(range(len(logits_SV))) else logits_SV[list(rows)]
-    return draw(picked_IV, picked_IV.log_softmax(dim=1), rules, uniforms_I)
+    scores_IV = picked_IV.log_softmax(dim=1)
+    tokens_I, logprobs_I = draw(picked_IV, scores_IV, rules, uniforms_I)
+    return tokens_I, logprobs_I, _lists(scores_IV, range(len(rules)), counts)
+
+
+def _lists(
+    scores_SV: torch.Tensor, rows: Sequence[int], counts: Mapping[int, int], norms_I: torch.Tensor | None = None
+) -> dict[int, Listed]:
+    """Return the most likely tokens for each draw in `counts`; the scores are logprobs, or logits if norms are given.
+
+    Subtracting a norm and rounding keep the order.
+    """
+    alike: dict[int, list[int]] = {}
+    for i, k in counts.items():
+        alike.setdefault(k, []).append(i)
+    lists: dict[int, Listed] = {}
+    for k, draws in alike.items():
+        tokens_IK, values_IK = topk(scores_SV[[rows[i] for i in draws]], k)
+        if norms_I is not None:
+            values_IK = values_IK.double() - norms_I[draws].unsqueeze(1)
+        tables = tokens_IK.to(torch.int32).cpu().numpy(), values_IK.float().cpu().numpy()
+        lists.update(zip(draws, zip(*tables, strict=True), strict=True))
+    return lists
 
 
 def draw(

@@ -30,12 +30,13 @@ from tinsmith.engine.sampling.batch import Chunk, Drawn, SampleBatch
 from tinsmith.engine.sampling.block_attention import BlockCache, block_bytes
 from tinsmith.engine.sampling.cache_room import CacheRoom
 from tinsmith.engine.sampling.decoder import FrozenAdapter
+from tinsmith.engine.sampling.draw import Listed
 from tinsmith.engine.sampling.fused_decoder import FusedDecoder, inference_decoder
 from tinsmith.engine.sampling.grammar import Grammar, Grammars
 from tinsmith.engine.sampling.kv_cache import PrefixIndex
 from tinsmith.engine.sampling.plan import SampleJob, StopMatcher, plan_sample
 from tinsmith.engine.sampling.prompt_scores import PromptScores
-from tinsmith.engine.sampling.sequence import JobState, Listed, SampleTokens, Sequence, SequenceQueue
+from tinsmith.engine.sampling.sequence import JobState, SampleTokens, Sequence, SequenceQueue
 from tinsmith.errors import InvalidInputError
 from tinsmith.wire.messages.sampling import SampleResponse
 

@@ -6,20 +6,16 @@ import bisect
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import numpy as np
 
-from tinsmith.engine.sampling.draw import DrawRule
+from tinsmith.engine.sampling.draw import DrawRule, Listed
 from tinsmith.engine.sampling.grammar import Grammar, GrammarState
 from tinsmith.engine.sampling.logit_changes import DrawnTokens, Mask, RowChanges
 from tinsmith.engine.sampling.plan import SampleJob, SamplePlan, StopMatcher
 from tinsmith.engine.sampling.prompt_scores import PromptScores
 from tinsmith.wire.messages.sampling import SampledSequence, SampleResponse, StopReason, TopkLogprobs
-from tinsmith.wire.values.numbers import Array
 
-Listed: TypeAlias = tuple[Array, Array]
-"""The most likely tokens at a position and their logprobs, as arrays; a list of pairs would be ten times as large."""
 LOOKED_AT = 64
 """How far a tenant's queue is searched for a sequence that may start, so that a long queue is not slow."""
 

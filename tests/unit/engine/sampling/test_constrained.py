@@ -77,7 +77,7 @@ def test_penalties_follow_the_tokens_of_each_sample(model: Any, rule: DrawRule) 
         for position in range(12):
             logits = logits_of(decoder, tokens + drawn)[-1:]
             change = RowChanges(changed, DrawnTokens(changed, drawn) if drawn else None, None)
-            token, logprob = draw_from(logits, [0], [rule], uniforms([7], [index], [position]), {0: change})
+            token, logprob, _ = draw_from(logits, [0], [rule], uniforms([7], [index], [position]), {0: change})
             drawn.append(int(token[0]))
             assert sequence.logprobs is not None
             assert abs(sequence.logprobs[position] - float(logprob[0])) < 1e-4

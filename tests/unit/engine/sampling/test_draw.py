@@ -43,7 +43,7 @@ def by_torch(logits: torch.Tensor, rules: list[DrawRule], numbers: np.ndarray) -
 def by_the_sampler(
     logits: torch.Tensor, rules: list[DrawRule], numbers: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return draw_from(logits, range(len(logits)), rules, numbers)
+    return draw_from(logits, range(len(logits)), rules, numbers)[:2]
 
 
 @pytest.fixture(params=[by_torch, by_the_sampler])
@@ -136,7 +136,7 @@ def test_topk_lists_the_likeliest_first(logits: torch.Tensor) -> None:
 def test_rows_can_be_drawn_from_more_than_once(logits: torch.Tensor) -> None:
     rows, rules = [3, 0, 3, 7, 0], [DrawRule(), DrawRule(0.0), DrawRule(1.0, 5), DrawRule(0.7), DrawRule()]
     numbers = np.random.default_rng(0).random(len(rows))
-    tokens, logprobs = draw_from(logits, rows, rules, numbers)
+    tokens, logprobs, _ = draw_from(logits, rows, rules, numbers)
     alone, scores = by_torch(logits[rows], rules, numbers)
     assert torch.equal(tokens, alone)
     assert (logprobs - scores).abs().max() < 1e-5

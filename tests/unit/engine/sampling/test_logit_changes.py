@@ -73,7 +73,7 @@ def test_what_is_drawn_follows_the_changed_row(logits: torch.Tensor, options: di
     mask = np.arange(VOCABULARY) % 3 != 0
     numbers = (np.arange(count) + 0.5) / count
     change = changes(options, DRAWN, mask)
-    tokens, logprobs = draw_from(logits, [0] * count, [rule] * count, numbers, dict.fromkeys(range(count), change))
+    tokens, logprobs, _ = draw_from(logits, [0] * count, [rule] * count, numbers, dict.fromkeys(range(count), change))
     expected = reference_probs(np.where(mask, reference(logits[0].numpy(), options, DRAWN), -np.inf), rule)
     assert np.abs(np.bincount(tokens.numpy(), minlength=VOCABULARY) / count - expected).max() <= 1.5 / count
     own = logits[0].double().log_softmax(0)[tokens]
@@ -85,12 +85,12 @@ def test_a_changed_row_does_not_depend_on_the_others_nor_change_them(logits: tor
     numbers = np.random.default_rng(0).random(4)
     before = logits.clone()
     some = {1: changes(OPTIONS[-1], DRAWN), 3: changes(OPTIONS[4], DRAWN)}
-    tokens, logprobs = draw_from(logits, range(4), rules, numbers, some)
+    tokens, logprobs, _ = draw_from(logits, range(4), rules, numbers, some)
     assert torch.equal(logits, before)
-    plain = draw_from(logits, range(4), rules, numbers)
+    plain = draw_from(logits, range(4), rules, numbers)[:2]
     for i in range(4):
         alone = {0: some[i]} if i in some else {}
-        token, logprob = draw_from(logits[i : i + 1], [0], [rules[i]], numbers[i : i + 1], alone)
+        token, logprob, _ = draw_from(logits[i : i + 1], [0], [rules[i]], numbers[i : i + 1], alone)
         assert (token[0], logprob[0]) == (tokens[i], logprobs[i])
         if i not in some:
             assert (plain[0][i], plain[1][i]) == (tokens[i], logprobs[i])
@@ -103,7 +103,7 @@ def test_options_without_effect_change_nothing() -> None:
 
 def test_the_smallest_repetition_penalty_leaves_a_distribution(logits: torch.Tensor) -> None:
     change = changes({"repetition_penalty": 5e-324}, DRAWN)
-    tokens, logprobs = draw_from(logits, [0], [DrawRule()], np.array([0.5]), {0: change})
+    tokens, logprobs, _ = draw_from(logits, [0], [DrawRule()], np.array([0.5]), {0: change})
     assert int(tokens[0]) in {*PROMPT, *DRAWN}
     assert np.isfinite(float(logprobs[0]))
 

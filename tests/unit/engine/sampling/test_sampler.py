@@ -247,6 +247,38 @@ def test_prompt_scores_are_those_of_the_plain_forward_pass(model) -> None:
     assert [token for token, _ in sequence.topk_logprobs[0] or []] == expected[-1].topk(3).indices.tolist()
 
 
+LISTED: list[dict[str, float]] = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.6},
+    {"top_k": 20},
+    {"top_p": 0.8},
+    {"temperature": 1.3, "top_k": 30, "top_p": 0.9},
+    {"min_p": 0.02},
+    {"frequency_penalty": 0.7, "presence_penalty": -0.3},
+]
+
+
+@pytest.mark.parametrize("options", LISTED, ids=str)
+def test_a_token_has_the_same_logprob_in_its_list(model, options: dict[str, float]) -> None:
+    """Bit for bit, however it was drawn."""
+    sampler = make_sampler(model)
+    for seed in range(4):
+        asked = {"seed": seed, "max_tokens": 16, "stop": [], "num_samples": 2, "topk_sample_logprobs": 100}
+        sampler.add(job(f"j{seed}", prompt(9, seed), **asked, **options))
+    found = 0
+    for answer in finish(sampler).values():
+        for sequence in answer.sequences:
+            assert sequence.logprobs is not None
+            assert sequence.topk_logprobs is not None
+            for token, logprob, row in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+                listed = dict(row)
+                assert listed.get(token, logprob) == logprob
+                assert [entry for _, entry in row] == sorted(listed.values(), reverse=True)
+                found += token in listed
+    assert found >= 32
+
+
 def test_alternatives_follow_the_distribution(model) -> None:
     tokens = prompt(3)
     sampler = make_sampler(model)
