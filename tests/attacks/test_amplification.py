@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from support.in_process import Client, forward_backward, sample, serving
+from support.openai_server import backend, complete
 
 from tinsmith.config import ServerConfig
 from tinsmith.server.bodies.read import MAX_CONTAINERS
@@ -147,5 +148,21 @@ def test_a_number_of_samples_asks_for_no_memory(tmp_path: Path) -> None:
                     assert answer.status in (400, 422), (path, number, answer.body)
                     assert "num_samples" in answer.detail
                     assert peak < MB
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_echoed_prompt_is_not_multiplied_without_limit(tmp_path: Path, is_stream: bool) -> None:
+    async def scenario() -> None:
+        async with serving(tmp_path, backend=backend(tmp_path / "tokenizer")) as server:
+            ann = await server.client()
+            asked = {"n": 1024, "max_tokens": 0, "echo": True, "stream": is_stream}
+            answer = await complete(ann, prompt=[97] * 1025, **asked)
+            assert answer.status == 400
+            assert "echo: 1024 choices that each repeat their prompt (1025 tokens)" in answer.detail
+            answer = await complete(ann, prompt=[97] * 1024, **asked)
+            assert answer.status == 200
+            assert answer.body.count(b"a" * 1024) == 1024
 
     asyncio.run(asyncio.wait_for(scenario(), 60))

@@ -281,6 +281,7 @@ def openai_bodies() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "a text without spaces", {"prompt": "ab" * (MB // 2)}
     yield "many tokens", {"prompt": [97] * (3 * MB), "max_tokens": 1}
     yield "many tokens, echoed", {"prompt": [97] * MB, "max_tokens": 1, "echo": True}
+    yield "many tokens, echoed in a stream", {"prompt": [97] * MB, "max_tokens": 1, "echo": True, "stream": True}
     yield "many prompts", {"prompt": ["ab"] * 300_000}
     yield "many stops", {"prompt": "a", "stop": ["x"] * 100_000}
     yield "long stops", {"prompt": "a", "stop": ["ab" * 450, "abc" * 300, "b" * 900]}
@@ -360,7 +361,7 @@ def test_a_thousand_choices_do_not_hold_the_loop(tmp_path: Path, is_stream: bool
         async with serving(tmp_path, backend=backend) as server:
             ann = await server.client()
             many = {"model": BASE, "n": 1000, "max_tokens": 3, "stream": is_stream}
-            echoed = {**many, "prompt": [97] * 3000, "echo": True}
+            echoed = {**many, "prompt": [97] * 1048, "echo": True}
             chat = {**many, "messages": [{"role": "user", "content": "a"}]}
             with watched_loop() as lag:
                 for path, body in (("/v1/completions", echoed), ("/v1/chat/completions", chat)):

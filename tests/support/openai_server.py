@@ -137,6 +137,10 @@ def chunks(answer: Answer) -> list[Any]:
     return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
 
 
+AT_ONCE = 64
+"""Tokens that are sent before anything else runs."""
+
+
 class Scripted(Recorder):
     """A backend whose model always answers with one text, a token at a time if it is streamed.
 
@@ -167,8 +171,19 @@ class Scripted(Recorder):
             return super().submit(job, on_tokens)
         self.submitted.append(job)
         loop = asyncio.get_running_loop()
-        for event in self.events if on_tokens is not None else ():
-            loop.call_soon(on_tokens, event)
         future: asyncio.Future[Done] = loop.create_future()
-        loop.call_soon(future.set_result, self.done)
+        events = self.events if on_tokens is not None else []
+
+        def send(begin: int) -> None:
+            """Send some tokens, each in a turn of its own, and then the rest: thousands at once would hold the loop."""
+            if future.done():  # cancelled
+                return
+            for event in events[begin : begin + AT_ONCE]:
+                loop.call_soon(on_tokens, event)
+            if begin + AT_ONCE < len(events):
+                loop.call_soon(send, begin + AT_ONCE)
+            else:
+                loop.call_soon(lambda: future.done() or future.set_result(self.done))
+
+        send(0)
         return future

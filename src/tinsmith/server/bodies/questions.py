@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -129,7 +130,12 @@ class PromptSample(msgspec.Struct, frozen=True, kw_only=True):
 
     body: bytes
     reading: SampleReading
-    tokens: list[int] = []
+    packed: bytes = b""
+    """The tokens as 64-bit integers: a list of a million would take the loop 20 ms to decode."""
+
+    @property
+    def tokens(self) -> list[int]:
+        return array("q", self.packed).tolist()
 
 
 class PromptReading(msgspec.Struct, frozen=True, kw_only=True, tag="prompt"):

@@ -7,6 +7,7 @@ out are bodies of the protocol's own samples; everything after this is the same 
 from __future__ import annotations
 
 import functools
+from array import array
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -91,6 +92,8 @@ def _completions(question: PromptQuestion, request: wire.CompletionRequest, toke
     params = _params(request, most, tokenizer, None)
     scored = sum(most + (len(tokens) if scores else 0) for tokens in prompts) * _count(request)
     _check_size(request, len(prompts), request.logprobs, scored)
+    if request.echo:
+        _check_echo(sum(map(len, prompts)), _count(request))
     return PromptReading(
         samples=[
             _sample(question, request, tokens, params, draws, f"prompt[{index}]" if len(prompts) > 1 else "")
@@ -215,6 +218,15 @@ def _check_size(request: wire.Sampled, prompts: int, likely: int | None, tokens:
         )
 
 
+def _check_echo(tokens: int, count: int) -> None:
+    if tokens * count > wire.MAX_ECHOED:
+        _refuse(
+            "echo",
+            f"{count} choices that each repeat their prompt ({tokens} tokens) are too much; {wire.MAX_ECHOED} tokens "
+            "in all are allowed, so send a smaller n or shorter prompts",
+        )
+
+
 def _sample(
     question: PromptQuestion,
     request: wire.Sampled,
@@ -243,7 +255,9 @@ def _sample(
         length=len(tokens),
     )
     is_echoed = isinstance(request, wire.CompletionRequest) and bool(request.echo)
-    return PromptSample(body=json_codec.encode(made), reading=reading, tokens=tokens if is_echoed else [])
+    return PromptSample(
+        body=json_codec.encode(made), reading=reading, packed=array("q", tokens if is_echoed else ()).tobytes()
+    )
 
 
 def renamed(error: InvalidInputError, where: str = "") -> InvalidInputError:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -50,10 +51,12 @@ class AnswerForm:
         hidden = self.vocabulary.special if self.kind == "completions" else self.vocabulary.unmarked
         return TextStream(self.vocabulary, self.reading.stops, hidden)
 
-    def echoed(self, sample: int) -> str:
-        """Return the text of a prompt."""
-        tokens = self.reading.samples[sample].tokens
-        return self.vocabulary.text_bytes(tokens, self.vocabulary.special).decode(errors="replace")
+    def echoes(self) -> list[str]:
+        """Return what each prompt's choices begin with: its text, if it is to be echoed. Long ones take a while: call
+        it in a thread."""
+        hidden = self.vocabulary.special
+        prompts = (sample.tokens if self.reading.echo else () for sample in self.reading.samples)
+        return [self.vocabulary.text_bytes(tokens, hidden).decode(errors="replace") for tokens in prompts]
 
     def usage(self, responses: Sequence[SampleResponse]) -> dict[str, Any]:
         """Return the tokens of all prompts and samples; the samples of one prompt share it."""
@@ -74,7 +77,7 @@ def _size(sequence: SampledSequence) -> int:
 
 def whole_answer(form: AnswerForm, responses: Sequence[SampleResponse]) -> bytes:
     """Return the answer to a request that is not streamed. Long ones take a while: call it in a thread."""
-    make = _completion_choice if form.kind == "completions" else _chat_choice
+    make = partial(_completion_choice, echoes=form.echoes()) if form.kind == "completions" else _chat_choice
     choices = [
         msgspec.Raw(msgspec.json.encode(make(form, number, number * form.reading.n + index, response, sequence)))
         for number, response in enumerate(responses)
@@ -84,18 +87,22 @@ def whole_answer(form: AnswerForm, responses: Sequence[SampleResponse]) -> bytes
 
 
 def _completion_choice(
-    form: AnswerForm, number: int, index: int, response: SampleResponse, sequence: SampledSequence
+    form: AnswerForm,
+    number: int,
+    index: int,
+    response: SampleResponse,
+    sequence: SampledSequence,
+    *,
+    echoes: Sequence[str],
 ) -> dict[str, Any]:
     stream = form.text_stream()
-    text = stream.push(sequence.tokens) + stream.finish()
+    text = echoes[number] + stream.push(sequence.tokens) + stream.finish()
     scores = CompletionScores(form.vocabulary) if form.reading.logprobs is not None else None
-    if form.reading.echo:
-        text = form.echoed(number) + text
-        if scores is not None:
+    if scores is not None:
+        if form.reading.echo:
             prompt = form.reading.samples[number].tokens
             scores.add(prompt, response.prompt_logprobs or [None] * len(prompt), response.topk_prompt_logprobs)
             scores.end_prompt()
-    if scores is not None:
         scores.add(sequence.tokens, sequence.logprobs or (), sequence.topk_logprobs)
     return {
         "index": index,
@@ -201,7 +208,7 @@ def _score(vocabulary: Vocabulary, token: int, logprob: float) -> dict[str, Any]
 class ChunkedChoice:
     """One choice of a streamed answer."""
 
-    def __init__(self, form: AnswerForm, index: int, sample: int) -> None:
+    def __init__(self, form: AnswerForm, index: int, echo: str) -> None:
         self._form = form
         self._vocabulary = form.vocabulary
         self._stream = form.text_stream()
@@ -215,8 +222,8 @@ class ChunkedChoice:
         self._head = b'data: %s,"choices":[{"index":%d,"%s":' % (head, index, name)
         self._tail = b'],"usage":null}\n\n' if form.reading.has_usage else b"]}\n\n"
         self._plain_tail = b',"logprobs":null,"finish_reason":null}' + self._tail
-        self._echo = form.echoed(sample) if form.reading.echo else ""
-        self._scores.characters = len(self._echo)
+        self._echo = echo
+        self._scores.characters = len(echo)
 
     def begin(self) -> bytes:
         """Return the first chunk: the role, or the echoed prompt."""

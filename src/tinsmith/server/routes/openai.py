@@ -78,8 +78,9 @@ async def _stream(services: Services, form: AnswerForm, samples: Sequence[Follow
     """Yield server-sent events until every choice has ended, then the usage and the end of the stream."""
     choices: list[ChunkedChoice] = []
     responses: dict[int, SampleResponse] = {}
+    echoes = await asyncio.to_thread(form.echoes) if form.reading.echo else [""] * len(samples)
     async with contextlib.aclosing(follow(services, samples)) as events:
-        async for part in in_parts(_begun(form, len(samples), choices)):
+        async for part in in_parts(_begun(form, echoes, choices)):
             yield part
         try:
             async for news in events:
@@ -100,12 +101,12 @@ async def _stream(services: Services, form: AnswerForm, samples: Sequence[Follow
     yield DONE
 
 
-def _begun(form: AnswerForm, samples: int, choices: list[ChunkedChoice]) -> Iterator[bytes]:
+def _begun(form: AnswerForm, echoes: Sequence[str], choices: list[ChunkedChoice]) -> Iterator[bytes]:
     """Make the choices, and yield the first chunk of each."""
-    count = form.reading.n
-    for index in range(count * samples):
-        choices.append(ChunkedChoice(form, index, index // count))
-        yield choices[-1].begin()
+    for echo in echoes:
+        for _ in range(form.reading.n):
+            choices.append(ChunkedChoice(form, len(choices), echo))
+            yield choices[-1].begin()
 
 
 def _told(

@@ -26,6 +26,8 @@ MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 1024
 """Choices of one request, over all of its prompts."""
+MAX_ECHOED = 2**20
+"""Tokens of prompts in one answer, each as often as it has choices."""
 MAX_SCORES = 2**18
 """Logprobs in one answer, with those of the likely tokens: each is an object in JSON, which takes hundreds of bytes."""
 
