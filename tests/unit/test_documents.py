@@ -170,7 +170,7 @@ def bodies_table() -> str:
         ("Body", "As sent", "Unpacked"),
         (
             (body.name, _size(body.max_bytes, "max_body_bytes"), _size(body.max_unpacked_bytes, "max_unpacked_bytes"))
-            for body in (door.SMALL, door.MEDIUM, door.LARGE, door.BULK)
+            for body in (door.SMALL, door.IDS, door.MEDIUM, door.LARGE, door.BULK)
         ),
     )
 

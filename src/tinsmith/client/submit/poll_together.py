@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 MAX_EARLY = 256
 """Results kept for samples whose submit response has not arrived yet; results beyond these are fetched later."""
+REPORTED = 4096
+"""Results that one poll reports as received: a poll's body is limited. The next one reports the rest."""
 
 _results = msgspec.msgpack.Decoder(SampleResults)
 
@@ -87,7 +89,7 @@ class SamplingSessionPoller:
 
     async def _ask(self, trouble: Trouble) -> bool:
         """Poll once; return False if polling has failed for good."""
-        reported = list(self._fetched)
+        reported = self._fetched[:REPORTED]
         request = FuturesRetrieveRequest(target=self._target, prev_cursor=self._cursor, retrieved_request_ids=reported)
         asked = time.monotonic()
         try:

@@ -32,8 +32,10 @@ class BodyLimit:
 
 SMALL = BodyLimit("small", 64 * KB, 64 * KB)
 """Names, numbers and a little metadata, as for most routes."""
+IDS = BodyLimit("ids", 512 * KB, 512 * KB)
+"""A list of ids: thousands of them. Twice as much, all of it the shortest ids, could take the loop 20 ms to decode."""
 MEDIUM = BodyLimit("medium", MB, MB)
-"""Lists of ids, batches of telemetry, the graph of a loss."""
+"""Batches of telemetry, the graph of a loss."""
 LARGE = BodyLimit("large", 16 * MB, 16 * MB)
 """One prompt."""
 BULK = BodyLimit("bulk")

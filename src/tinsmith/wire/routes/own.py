@@ -16,7 +16,7 @@ from tinsmith.wire.limits import Name, Report, ShortText
 from tinsmith.wire.message import Count
 from tinsmith.wire.messages.futures import FuturesRetrieveRequest
 from tinsmith.wire.messages.sampling import SampleRequest
-from tinsmith.wire.routes.door import BULK, LARGE, MEDIUM, Door, any_key, everybody, needs
+from tinsmith.wire.routes.door import BULK, IDS, LARGE, Door, any_key, everybody, needs
 from tinsmith.wire.routes.table import Route
 
 OWN_PREFIX = "/tinsmith/v1"
@@ -162,7 +162,7 @@ SAMPLE_RESULTS = Route(
     method="POST",
     path=f"{OWN_PREFIX}/sample_results",
     request=FuturesRetrieveRequest,
-    door=needs("sample", owner="sampler", cost="wait", body=MEDIUM),
+    door=needs("sample", owner="sampler", cost="wait", body=IDS),
 )
 """Like retrieve_futures, but the results are in the answer: one request returns many."""
 DOWNLOAD = Route(

@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.wire.messages import admin, futures, runs, sampling, service, sessions, training, weights
-from tinsmith.wire.routes.door import BULK, LARGE, MEDIUM, Door, any_key, everybody, needs
+from tinsmith.wire.routes.door import BULK, IDS, LARGE, MEDIUM, Door, any_key, everybody, needs
 
 Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
 Dialect: TypeAlias = Literal["tinker", "openai", "anthropic"]
@@ -351,7 +351,7 @@ RETRIEVE_FUTURES = _post(
     futures.FuturesRetrieveRequest,
     futures.FuturesRetrieveResponse,
     since="0.27",
-    door=needs("sample", owner="sampler", cost="wait", body=MEDIUM),
+    door=needs("sample", owner="sampler", cost="wait", body=IDS),
 )
 CANCEL_FUTURE = _post(
     "cancel_future",

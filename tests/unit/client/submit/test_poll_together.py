@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from tinsmith.client.connection.outage import Outage
-from tinsmith.client.submit.poll_together import SamplingSessionPoller
+from tinsmith.client.submit.poll_together import REPORTED, SamplingSessionPoller
 from tinsmith.config import ClientConfig
 from tinsmith.wire.messages.futures import FutureFinished, FuturesRetrieveResponse
 
@@ -21,14 +21,16 @@ class SharedPolls:
         self.extensions: dict[str, Any] = {}
         self.runner = self
         self.tasks: list[asyncio.Task[Any]] = []
+        self.reported: list[list[str]] = []
         self._answers = answers
 
     def spawn(self, work: Any) -> asyncio.Task[Any]:
         self.tasks.append(asyncio.get_running_loop().create_task(work))
         return self.tasks[-1]
 
-    async def call(self, *_: Any, **__: Any) -> Any:
+    async def call(self, _: Any, request: Any, **__: Any) -> Any:
         await asyncio.sleep(0)
+        self.reported.append(request.retrieved_request_ids)
         answer = self._answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
@@ -61,5 +63,19 @@ def test_what_was_given_up_is_not_remembered() -> None:
         assert (await asyncio.wait_for(kept, 5)).is_done
         assert (await poller.wait("c")).is_done, "it was done before anybody waited for it"
         assert (poller._early, poller._given_up, poller._waiting) == ({}, set(), {})
+
+    asyncio.run(scenario())
+
+
+def test_a_poll_reports_no_more_results_than_a_server_takes() -> None:
+    async def scenario() -> None:
+        polls = SharedPolls([["a"], ["b"], ["c"]])
+        poller = poller_of(polls)
+        fetched = [f"request-{number}" for number in range(REPORTED + 3)]
+        for name in fetched:
+            poller.fetched(name)
+        for name in "abc":
+            await asyncio.wait_for(poller.wait(name), 5)
+        assert polls.reported == [fetched[:REPORTED], fetched[REPORTED:], []]
 
     asyncio.run(scenario())
