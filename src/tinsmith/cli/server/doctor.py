@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,24 @@ class Check:
 
 @click.command()
 @click.option("--quick", is_flag=True, help="Skip the engine check, which takes up to a minute.")
+@click.option("--gpu", is_flag=True, help="Try the engine on a GPU instead, for a few minutes, and print a report.")
+@click.option("--device", default="cuda", show_default=True, help="With --gpu: the device to try.")
+@click.option("--model", default="", help="With --gpu: a model directory or hub id. Default: the default model.")
 @formatted
 @connected
-def doctor(quick: bool) -> None:
+def doctor(quick: bool, gpu: bool, device: str, model: str) -> None:
     """Check the installation, the data directory, the engine and the server.
 
     The exit code is 1 if something is broken. Optional parts that are missing are only noted.
+
+    With --gpu, compare a model's logprobs with transformers', the sampler with the trainer, and repeated training with
+    itself, also from a checkpoint in a new process, in float32 and bfloat16; and measure the speed.
     """
     found = []
     terminal = console(stderr=True)
+    checks = _gpu_checks(device, model) if gpu else _checks(quick)
     with terminal.status("checking") if terminal.is_terminal and not wants_json() else _Silent() as shown:
-        for name, check in _checks(quick):
+        for name, check in checks:
             shown.update(f"{name} ...")
             found += _tried(name, check)
     is_ok = all(each.result != BROKEN for each in found)
@@ -103,6 +111,27 @@ def _checks(quick: bool) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
     if has_engine and not quick:
         yield "engine", engine_trial
     yield "server", server
+
+
+def _gpu_checks(device: str, model: str) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
+    from tinsmith.cli.server.device_report import tried
+    from tinsmith.config import EmbeddedConfig
+
+    yield "installation", installation
+    if sys.platform == "win32" or not all(_version(name) for name in EXTRAS["server"]):
+        step = "pip install 'tinsmith[server]'" if sys.platform != "win32" else "use WSL2"
+        yield "engine", lambda: [Check("engine", BROKEN, "not installed", step)]
+        return
+    results = {"ok": OK, "wrong": BROKEN, "number": NOTE}
+    steps = {
+        "device": "install PyTorch's build for your GPU: https://pytorch.org/get-started/locally",
+        "error": "fix the reason, or report this as a bug, with this table",
+        "process": "report this as a bug, with this table",
+    }
+    for found in tried(device, model, EmbeddedConfig.from_env(os.environ).models_dir):
+        step = "" if found.outcome != "wrong" else steps.get(found.check.partition(": ")[2], steps["process"])
+        check = Check(found.check, results[found.outcome], found.detail, step)
+        yield found.check, partial(list, [check])
 
 
 def installation() -> list[Check]:
