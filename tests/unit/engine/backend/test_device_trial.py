@@ -11,7 +11,7 @@ import pytest
 from support.tiny_engine import torch_as_it_was
 
 from tinsmith.engine.backend import device_trial
-from tinsmith.engine.backend.device_trial import TrialPlan, Trial, findings, resumed
+from tinsmith.engine.backend.device_trial import Trial, TrialPlan, findings, resumed
 from tinsmith.engine.backend.prepare_model import prepare
 from tinsmith.engine.models.tiny import make_tiny
 
