@@ -36,7 +36,7 @@ cookbook:
 	@tools/cookbook
 
 small-clients:
-	@tools/clients openai anthropic
+	@tools/clients openai anthropic openapiopenai
 
 postgres:
 	@tools/postgres

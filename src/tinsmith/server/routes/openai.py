@@ -40,7 +40,7 @@ async def models(services: Services, call: Call) -> Answer:
 
 async def model(services: Services, call: Call) -> Answer:
     """One of them."""
-    return reply(described(await find_target(services, call.caller, call.params["model"])))
+    return reply(described(services, await find_target(services, call.caller, call.params["model"])))
 
 
 async def completions(services: Services, call: Call) -> AnyAnswer:
