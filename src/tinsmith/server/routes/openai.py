@@ -23,7 +23,7 @@ from tinsmith.server.dialects.running_samples import (
 )
 from tinsmith.server.dialects.targets import described, find_target, list_models
 from tinsmith.server.http import errors
-from tinsmith.server.jobs.follow import Event, Followed, SampleEnd, follow
+from tinsmith.server.jobs.streams import Event, Followed, SampleEnd, follow
 from tinsmith.server.services import Services
 from tinsmith.wire.messages.openai import ModelList
 from tinsmith.wire.messages.sampling import SampleResponse
