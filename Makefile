@@ -36,7 +36,7 @@ cookbook:
 	@tools/cookbook
 
 small-clients:
-	@tools/clients openai anthropic
+	@tools/clients openai anthropic openapiopenai
 
 postgres:
 	@tools/postgres
@@ -76,6 +76,8 @@ bench: setup ## Run the benchmarks: client and wire, server, store, command line
 	@$(PY) bench/sdk.py
 	@$(PY) bench/server.py
 	@$(PY) bench/openai.py
+	-@tools/clients llama-cpp
+	@$(PY) bench/openai_peers.py
 	@$(PY) bench/store.py
 	@$(PY) bench/cli.py
 	@$(PY) bench/engine.py

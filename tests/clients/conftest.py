@@ -14,7 +14,14 @@ from support.clients import Served, serve, tune
 
 from tinsmith import ServiceClient
 
-QUICK = ("test_anthropic.py", "test_openai.py")
+QUICK = (
+    "test_anthropic.py",
+    "test_anthropic_types.py",
+    "test_environments.py",
+    "test_openai.py",
+    "test_openai_types.py",
+    "test_openapi.py",
+)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

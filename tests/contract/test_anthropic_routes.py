@@ -272,6 +272,43 @@ def test_parameters_reach_the_sampler(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_what_agents_send_besides_the_conversation_changes_no_answer(tmp_path: Path) -> None:
+    """Claude Code asks for cached prompts and to keep all thoughts, by a path with a query, with beta headers."""
+
+    async def scenario() -> None:
+        async with serving(tmp_path, backend=Scripted(tmp_path / "t", "x")) as server:
+            ann = await server.client()
+            answered(await message(ann))
+            text, plain = sent(server, tmp_path)
+            mark = {"type": "ephemeral", "ttl": "1h"}
+            said = [{"role": "user", "content": [{"type": "text", "text": "hello", "cache_control": mark}]}]
+            body = {
+                "model": BASE,
+                "messages": said,
+                "max_tokens": 64,
+                "metadata": {"user_id": "{}"},
+                "service_tier": "standard_only",
+                "thinking": {"type": "adaptive"},
+                "context_management": {"edits": [KEEP_ALL]},
+            }
+            beta = {"anthropic-beta": "context-management-2025-06-27,interleaved-thinking-2025-05-14"}
+            answered(await ann.post("/v1/messages?beta=true", body, **beta))
+            same_text, params = sent(server, tmp_path)
+            assert same_text == text
+            assert params | {"seed": 0} == plain | {"seed": 0}
+            for nothing in (
+                None,
+                {},
+                {"edits": []},
+                edits(KEEP_ALL["type"], keep={"type": "all"})["context_management"],
+            ):
+                assert (await message(ann, context_management=nothing)).status == 200
+            counted = await count(ann, context_management={"edits": [KEEP_ALL]})
+            assert counted.json == (await count(ann)).json
+
+    run(scenario())
+
+
 def test_an_answer_continues_the_assistants_last_message(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(tmp_path, backend=Scripted(tmp_path / "t", " B)")) as server:
@@ -368,6 +405,13 @@ def user(*blocks: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(blocks)}]}
 
 
+KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+
+
+def edits(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"context_management": {"edits": [{"type": kind, **fields}]}}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": 0}, "max_tokens"),
@@ -409,6 +453,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "hear"}}, "tool_choice"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
     ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    (edits("clear_tool_uses_20250919"), "context_management.edits[0]"),
+    (edits("clear_thinking_20251015"), "context_management.edits[0]"),
+    (edits("clear_thinking_20251015", keep={"type": "thinking_turns", "value": 2}), "context_management.edits[0]"),
+    (edits("compact_20260112", keep="all"), "context_management.edits[0]"),
+    ({"context_management": {"edits": [KEEP_ALL, {"type": "x"}]}}, "context_management.edits[1]"),
+    ({"context_management": {"edit": []}}, "context_management"),
+    ({"context_management": []}, "context_management"),
     ({"mcp_servers": []}, "mcp_servers"),
     ({"container": "x"}, "container"),
     ({"frequency_penalty": 1}, "frequency_penalty"),

@@ -153,7 +153,11 @@ def test_an_alias_stands_for_what_the_caller_may_sample(tmp_path: Path) -> None:
             answer = await complete(ann, **PARAMS, model="small")
             assert answer.json["model"] == "small"
             assert logprobs_of(answer) == logprobs_of(await complete(ann, **PARAMS))
-            assert {entry["id"] for entry in (await ann.get("/oai/api/v1/models")).json["data"]} == {BASE, "small"}
+            listed = {entry["id"]: entry for entry in (await ann.get("/oai/api/v1/models")).json["data"]}
+            assert set(listed) == {BASE, "small"}
+            for name, root in ((BASE, None), ("small", BASE)):
+                assert listed[name].get("root") == root
+                assert (await ann.get(f"/v1/models/{name}")).json == listed[name]
 
     run(scenario())
 

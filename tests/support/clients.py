@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from support.in_process import BASE
+from support.server_process import ServerProcess
 from tinsmith import AdamParams, Datum, ModelInput, ServiceClient
 from tinsmith.client.connection.local_engine import start_server
 from tinsmith.engine.models.tiny import make_tiny
@@ -26,6 +28,7 @@ from tinsmith.engine.models.tiny import make_tiny
 ROOT = Path(__file__).resolve().parents[2]
 CLIENTS = ROOT / ".clients"
 SCRIPTS = ROOT / "tests" / "clients" / "programs"
+REQUIREMENTS = ROOT / "tests" / "clients" / "requirements"
 TIMEOUT_S = 300.0
 """What one run of a program may take on a busy machine."""
 FOREIGN = ("ANTHROPIC", "AXOLOTL", "HF_", "OPENAI", "PYTHON", "TINKER", "TINSMITH")
@@ -98,6 +101,19 @@ def serve(place: Path, *options: str, context: int = 512) -> Iterator[Served]:
         process.wait(60)
         assert process.stdout is not None
         process.stdout.close()
+
+
+@contextlib.contextmanager
+def serve_arithmetic(place: Path, backend: str) -> Iterator[Served]:
+    """Run a server that computes without a model until the block ends; it must not log a traceback."""
+    with ServerProcess(place / "data", backend=backend) as server:
+        yield Served(server.url, server.key, BASE)
+        assert "Traceback" not in server.log
+
+
+def shown_program(page: str) -> str:
+    """Return the first Python program of a page of the documentation."""
+    return (ROOT / "docs" / page).read_text().partition("```py\n")[2].partition("```")[0]
 
 
 def tune(server: Served) -> str:

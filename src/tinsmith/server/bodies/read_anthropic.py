@@ -40,6 +40,7 @@ def read_messages(question: PromptQuestion, body: bytes) -> PromptReading:
     """Read a request: the sample that it asks for, and the form of its answer."""
     check_parameters(body, wire.MessagesRequest, wire.IGNORED, wire.REFUSED)
     request = decoded(body, wire.MessagesRequest)
+    _check_edits(request)
     _check_thinking(request)
     tokenizer = tokenizer_of(question.card)
     made = msgspec.structs.replace(
@@ -62,6 +63,7 @@ def read_count(question: CountQuestion, body: bytes) -> CountReading:
     """Count the tokens of a conversation, which may be more than fit into the context."""
     check_parameters(body, wire.CountTokensRequest, wire.IGNORED, wire.REFUSED)
     request = decoded(body, wire.CountTokensRequest)
+    _check_edits(request)
     tokenizer = tokenizer_of(question.card)
     try:
         prompt = _prompt(request, _conversation(request), tokenizer, question.chat_template)
@@ -94,6 +96,19 @@ def _check_thinking(request: wire.MessagesRequest) -> None:
     budget = request.thinking.budget_tokens if request.thinking is not None else None
     if budget is not None and budget >= request.max_tokens:
         _refuse("thinking.budget_tokens", f"{budget} is not less than max_tokens, {request.max_tokens}")
+
+
+def _check_edits(request: wire.CountTokensRequest) -> None:
+    """Refuse to edit the conversation. Agents ask to keep all thoughts, which is what happens here."""
+    asked = request.context_management
+    for index, edit in enumerate((asked.edits if asked is not None else None) or ()):
+        kept = edit.keep.type if isinstance(edit.keep, wire.KeptThoughts) else edit.keep
+        if (edit.type, kept) != (wire.KEEPS_THOUGHTS, "all"):
+            _refuse(
+                f"context_management.edits[{index}]",
+                f"{edit.type[:40]!r} would remove parts of the conversation, which this server does not; leave out of "
+                "messages what the model shall not read",
+            )
 
 
 def _renamed(error: InvalidInputError) -> InvalidInputError:

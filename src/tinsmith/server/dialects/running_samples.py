@@ -21,8 +21,8 @@ from tinsmith.server.call import Call, StreamAnswer
 from tinsmith.server.dialects.targets import SampleTarget, find_target, sampler_of, template_of
 from tinsmith.server.dialects.vocabulary import Vocabulary
 from tinsmith.server.jobs.accept_sample import submit_sample
-from tinsmith.server.jobs.follow import Event, Followed, SampleEnd, SampleGrowth, follow
 from tinsmith.server.jobs.pending_results import Outcome
+from tinsmith.server.jobs.streams import Event, Followed, SampleEnd, SampleGrowth, follow
 from tinsmith.server.jobs.token_log import TokenLog
 from tinsmith.server.refusals import RefusedError
 from tinsmith.server.services import Services

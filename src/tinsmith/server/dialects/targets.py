@@ -102,20 +102,20 @@ async def list_models(services: Services, caller: Caller) -> list[ListedModel]:
     )
     models = [base_model(card) for card in services.backend.cards() if card.sampleable]
     models += [checkpoint_model(row) for row in rows]
-    for name, meant in services.config.aliases.items():
+    for name in services.config.aliases:
         try:
             found = await find_target(services, caller, name)
         except (UnknownResourceError, InvalidInputError):
             continue
-        created = int(found.checkpoint.created_at) if found.checkpoint is not None else 0
-        models.append(ListedModel(id=name, created=created, owned_by="tinsmith", root=meant))
+        models.append(described(services, found))
     return models
 
 
-def described(target: SampleTarget) -> ListedModel:
+def described(services: Services, target: SampleTarget) -> ListedModel:
     """Return a target as an entry of the list."""
     model = base_model(target.card) if target.checkpoint is None else checkpoint_model(target.checkpoint)
-    return ListedModel(id=target.name, created=model.created, owned_by=model.owned_by, root=model.root)
+    root = services.config.aliases.get(target.name, model.root)
+    return ListedModel(id=target.name, created=model.created, owned_by=model.owned_by, root=root)
 
 
 def base_model(card: ModelCard) -> ListedModel:

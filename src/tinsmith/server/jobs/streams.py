@@ -1,15 +1,18 @@
-"""Samples as streams of tokens.
+"""Running samples as streams of their tokens, and then of their results.
 
-A client that was disconnected can resume a stream, from the start or from where it was: the log of a running sample has
-all of its tokens, and so has the result of a finished one. A sample whose stream nobody reads for a while is cancelled.
+`follow` yields what is new of several samples together, as for a request with many prompts; when it is closed before
+the end, the samples are cancelled, and their slots are free at once. A `Stream` is one sample's, for our own route: a
+client that was disconnected can resume it, from the start or from where it was, since the log of a running sample has
+all of its tokens, and so has the result of a finished one. If nobody reads it for a while, the sample is cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
-from dataclasses import dataclass
-from typing import Any
+import contextlib
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -23,10 +26,114 @@ from tinsmith.wire.codecs import proto_sampling
 from tinsmith.wire.messages.sampling import SampledSequence, TopkLogprobs
 
 KEEP_ALIVE_S = 10.0
-"""How often a silent stream sends its position in the queue."""
+"""How often a silent stream gives a sign of life."""
+MAX_S = 24 * 3600.0
 RETURN_S = 30.0
 """How long a numbered sample continues while nobody reads its stream: its client may reconnect."""
-MAX_S = 24 * 3600.0
+AT_ONCE = 16
+"""Events that are handled before others run."""
+TOKENS = 256
+"""Tokens in one event at most: a client that reads slowly may have missed many."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Followed:
+    """One sample, and how much of it was seen."""
+
+    promise: Promise
+    log: TokenLog | None
+    """None: its tokens come with the result only."""
+    seen: list[int]
+    """Tokens of each of its sequences."""
+    patience_s: float | None = None
+    """How long it continues if its follower leaves before the end, and nobody else follows it; None if it is cancelled
+    whoever else does."""
+    outcome: asyncio.Task[Outcome | None] | None = field(default=None)
+
+
+class SampleGrowth(NamedTuple):
+    """New tokens of one of the samples."""
+
+    sample: int
+    new: LoggedTokens
+
+
+class SampleEnd(NamedTuple):
+    """A sample has ended; None if it did not within a day."""
+
+    sample: int
+    outcome: Outcome | None
+
+
+Event = SampleGrowth | SampleEnd
+
+
+async def follow(services: Services, samples: Sequence[Followed]) -> AsyncGenerator[list[Event], None]:
+    """Yield what is new, whenever something is; an empty list after a while without news."""
+    for followed in samples:
+        followed.outcome = asyncio.create_task(services.broker.wait(followed.promise, MAX_S))
+        if followed.log is not None:
+            followed.log.join()
+    running = list(range(len(samples)))
+    try:
+        while running:
+            events = _news(samples, running)
+            if events:
+                for begin in range(0, len(events), AT_ONCE):
+                    yield events[begin : begin + AT_ONCE]
+                    if len(events) > AT_ONCE or _is_long(events[0]):
+                        await asyncio.sleep(0)
+                continue
+            news: set[asyncio.Future[Any]] = set()
+            for number in running:
+                followed = samples[number]
+                assert followed.outcome is not None
+                news |= {followed.outcome} if followed.log is None else {followed.outcome, followed.log.growth()}
+            done, _ = await asyncio.wait(news, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                yield []
+    finally:
+        _leave(services, samples)
+
+
+def _news(samples: Sequence[Followed], running: list[int]) -> list[Event]:
+    """Return what is new, and remove from `running` what has ended."""
+    events: list[Event] = []
+    for number in tuple(running):
+        followed = samples[number]
+        assert followed.outcome is not None
+        is_over = followed.outcome.done()
+        grown = list(followed.log.after(followed.seen)) if followed.log is not None else []
+        for new in grown:
+            piece = new if len(new.tokens) <= TOKENS else _first(new)
+            followed.seen[new.index] += len(piece.tokens)
+            events.append(SampleGrowth(number, piece))
+        if is_over and not grown:
+            running.remove(number)
+            events.append(SampleEnd(number, followed.outcome.result()))
+    return events
+
+
+def _is_long(event: Event) -> bool:
+    return isinstance(event, SampleGrowth) and len(event.new.tokens) >= TOKENS
+
+
+def _first(new: LoggedTokens) -> LoggedTokens:
+    topk = new.topk[:TOKENS] if new.topk is not None else None
+    return LoggedTokens(new.index, new.tokens[:TOKENS], new.logprobs[:TOKENS], topk)
+
+
+def _leave(services: Services, samples: Sequence[Followed]) -> None:
+    for followed in samples:
+        if followed.log is not None:
+            followed.log.leave()
+        if followed.outcome is None or followed.outcome.done():
+            continue
+        followed.outcome.cancel()
+        if followed.patience_s is None:
+            services.samples.cancel(followed.promise.request_id)
+        else:
+            services.samples.unfollowed(followed.promise.request_id, followed.patience_s)
 
 
 def read_have(text: str | None, num_samples: int) -> list[int]:
@@ -58,52 +165,33 @@ class Stream:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events: `token` for new tokens, `wait` while there are none, then `done` or `error`."""
-        if self.outcome is None:
-            async for event in self._running():
-                yield event
-        async for event in self._rest(self.outcome):
+        outcome = self.outcome
+        if outcome is None:
+            patience_s = RETURN_S if self.is_numbered else 0.0
+            followed = Followed(promise=self.promise, log=self.log, seen=list(self.sent), patience_s=patience_s)
+            async with contextlib.aclosing(follow(self.services, [followed])) as all_news:
+                async for news in all_news:
+                    if not news:
+                        yield self._wait()
+                    for each in news:
+                        if isinstance(each, SampleEnd):
+                            outcome = each.outcome
+                            continue
+                        yield self._piece(each.new)
+                        if each.new.topk is not None:
+                            await asyncio.sleep(0)  # a large table: others run
+        async for event in self._rest(outcome):
             yield event
 
-    async def _running(self) -> AsyncGenerator[bytes, None]:
-        broker, log = self.services.broker, self.log
-        waiting = asyncio.create_task(broker.wait(self.promise, MAX_S))
-        if log is not None:
-            log.join()
-        try:
-            while not waiting.done():
-                has_grown = False
-                async for event in self._grown():
-                    has_grown = True
-                    yield event
-                if has_grown:
-                    continue  # something may have come meanwhile
-                news: set[asyncio.Future[Any]] = {waiting} if log is None else {waiting, log.growth()}
-                done, _ = await asyncio.wait(news, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    position = position_of(self.services, self.promise)
-                    yield _event("wait", {"ahead": position.ahead, "reason": position.reason})
-            self.outcome = waiting.result()
-        finally:
-            if log is not None:
-                log.leave()
-            if not waiting.done():
-                waiting.cancel()
-                self.services.samples.unfollowed(self.promise.request_id, RETURN_S if self.is_numbered else 0.0)
-
-    async def _grown(self) -> AsyncGenerator[bytes, None]:
-        """Yield the tokens that the client does not have yet; large tables in pieces, between which others run."""
-        for new in self.log.after(self.sent) if self.log is not None else ():
-            yield self._piece(new)
-            if new.topk is not None:
-                await asyncio.sleep(0)
+    def _wait(self) -> bytes:
+        position = position_of(self.services, self.promise)
+        return _event("wait", {"ahead": position.ahead, "reason": position.reason})
 
     async def _rest(self, outcome: Outcome | None) -> AsyncGenerator[bytes, None]:
         if outcome is None:
             text = f"the sample did not finish within {MAX_S / 3600:g} hours"
             yield _event("error", {"error": text, "category": "server"})
         elif outcome.is_error:
-            async for event in self._grown():
-                yield event
             yield _event("error", msgspec.json.decode(outcome.body))
         else:
             ends = []

@@ -18,7 +18,7 @@ from tinsmith.server.dialects.anthropic_answer import PING, MessageEvents, Messa
 from tinsmith.server.dialects.running_samples import begin_samples, event_stream, response_of, results, target_of
 from tinsmith.server.dialects.targets import template_of
 from tinsmith.server.http import errors
-from tinsmith.server.jobs.follow import Followed, SampleEnd, follow
+from tinsmith.server.jobs.streams import Followed, SampleEnd, follow
 from tinsmith.server.services import Services
 from tinsmith.wire.messages.anthropic import TokenCount
 from tinsmith.wire.routes.anthropic import ANTHROPIC_PREFIXES

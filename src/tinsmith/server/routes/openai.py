@@ -23,7 +23,7 @@ from tinsmith.server.dialects.running_samples import (
 )
 from tinsmith.server.dialects.targets import described, find_target, list_models
 from tinsmith.server.http import errors
-from tinsmith.server.jobs.follow import Event, Followed, SampleEnd, follow
+from tinsmith.server.jobs.streams import Event, Followed, SampleEnd, follow
 from tinsmith.server.services import Services
 from tinsmith.wire.messages.openai import ModelList
 from tinsmith.wire.messages.sampling import SampleResponse
@@ -40,7 +40,7 @@ async def models(services: Services, call: Call) -> Answer:
 
 async def model(services: Services, call: Call) -> Answer:
     """One of them."""
-    return reply(described(await find_target(services, call.caller, call.params["model"])))
+    return reply(described(services, await find_target(services, call.caller, call.params["model"])))
 
 
 async def completions(services: Services, call: Call) -> AnyAnswer:

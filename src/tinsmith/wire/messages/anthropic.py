@@ -17,6 +17,9 @@ from tinsmith.wire.message import Count
 from tinsmith.wire.messages.openai import MAX_MESSAGES, MAX_PARTS, Text
 
 MAX_TOOLS = 1024
+MAX_EDITS = 16
+KEEPS_THOUGHTS = "clear_thinking_20251015"
+"""The edit that removes thoughts, and with `keep: "all"` none."""
 
 IGNORED = frozenset(
     {
@@ -31,7 +34,6 @@ IGNORED = frozenset(
 """Parameters that concern Anthropic's own service, not the answer. Prompts are cached without being asked to."""
 REFUSED: Mapping[str, str] = {
     "container": "this server runs no code",
-    "context_management": "leave out of messages what the model shall not read",
     "fallbacks": "send the request again with another model",
     "inference_geo": "the model runs where this server runs",
     "mcp_servers": "call them in your program, and send what they offer as tools",
@@ -99,6 +101,23 @@ class ThinkingConfig(msgspec.Struct, frozen=True, kw_only=True):
     display: Literal["summarized"] | None = None
 
 
+class ContextEdit(msgspec.Struct, frozen=True, kw_only=True):
+    """What shall be removed from the conversation before the model reads it; honoured if that is nothing."""
+
+    type: ShortText
+    keep: ShortText | KeptThoughts | None = None
+
+
+class KeptThoughts(msgspec.Struct, frozen=True, kw_only=True):
+    """How many turns keep their thoughts, if it is not said as a string."""
+
+    type: ShortText
+
+
+class ContextManagement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    edits: Annotated[list[ContextEdit], msgspec.Meta(max_length=MAX_EDITS)] | None = None
+
+
 class JsonOutput(msgspec.Struct, frozen=True, kw_only=True):
     type: Literal["json_schema"]
     schema: JsonObject
@@ -122,6 +141,7 @@ class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
 
 
 class MessagesRequest(CountTokensRequest, frozen=True, kw_only=True):

@@ -195,8 +195,8 @@ class ListedModel(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str
     object: Literal["model"] = "model"
-    root: str | None = None
-    """The base model of a checkpoint, or what an alias stands for."""
+    root: str | msgspec.UnsetType = msgspec.UNSET
+    """What OpenAI does not have: the base model of a checkpoint, or what an alias stands for."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
-"""Runs in an environment with OpenAI's own client and nothing of ours: `openai_program.py URL KEY MODEL`.
+"""Prints what the openai package reads of our answers, as one JSON object; its own types have checked every field.
 
-It uses the client as programs do and prints what came back, as JSON, after the client's own types have read it.
+Argument: the model. Address and key come from the environment.
 """
 
 import asyncio
@@ -10,24 +10,24 @@ import sys
 import openai
 from openai import AsyncOpenAI, OpenAI
 
-URL, KEY, MODEL = sys.argv[1:4]
+(MODEL,) = sys.argv[1:]
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "look", "description": "d", "parameters": {"type": "object"}}}
 
 
 def strict(value):
-    """Refuse what does not fit the client's types; reading an answer does not check it."""
-    fields = value.model_dump()
+    """Refuse a field that the client's types do not know, lack or read otherwise; reading an answer checks nothing."""
+    fields = value.model_dump(exclude_unset=True, warnings=False)
     if fields["object"] == "text_completion":  # the type of parts, too, whose reason is null until the last
         for choice in fields["choices"]:
             choice["finish_reason"] = choice["finish_reason"] or "stop"
-    type(value).model_validate(fields, strict=True)
+    type(value).model_validate(fields, strict=True, extra="forbid")
     return value
 
 
 def sync_calls(client, found):
-    found["models"] = [model.id for model in client.models.list()]
-    found["model"] = client.models.retrieve(MODEL).id
+    found["models"] = [strict(model).id for model in client.models.list()]
+    found["model"] = strict(client.models.retrieve(MODEL)).id
     whole = strict(client.completions.create(model=MODEL, prompt="abc", max_tokens=6, seed=7, logprobs=2))
     found["completion"] = whole.model_dump()
     parts = [
@@ -59,7 +59,7 @@ def errors(client, found):
 
 
 async def async_calls(found):
-    async with AsyncOpenAI(base_url=URL, api_key=KEY) as client:
+    async with AsyncOpenAI() as client:
         asked = {"model": MODEL, "messages": MESSAGES, "max_tokens": 6, "seed": 7}
         answers = await asyncio.gather(*(client.chat.completions.create(**asked) for _ in range(5)))
         found["together"] = [strict(answer).choices[0].message.content for answer in answers]
@@ -75,7 +75,7 @@ async def async_calls(found):
 
 def main():
     found = {}
-    with OpenAI(base_url=URL, api_key=KEY, max_retries=0) as client:
+    with OpenAI(max_retries=0) as client:
         sync_calls(client, found)
         errors(client, found)
     asyncio.run(async_calls(found))

@@ -1,38 +1,22 @@
-"""OpenAI's own Python client against our server: its types read every answer, and the numbers are right."""
+"""The openai package's own types read every answer of ours, strictly, and streams add up."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.clients import Program, serve_arithmetic, shown_program
 from support.in_process import BASE
-from support.server_process import ROOT, ServerProcess
-
-PYTHON = ROOT / ".clients/openai/bin/python"
-PROGRAM = ROOT / "tests/contract/clients/openai_program.py"
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def found(place: Path) -> Any:
     """What the program printed."""
-    assert PYTHON.exists(), "run tools/clients, which make test does"
-    with ServerProcess(tmp_path_factory.mktemp("server") / "data", backend="support.openai_server:served") as server:
-        command = [PYTHON, "-I", PROGRAM, f"{server.url}/v1", server.key, BASE]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert ended.returncode == 0, ended.stderr[-3000:] + server.log[-2000:]
-        page = (ROOT / "docs/howto/openai.md").read_text()
-        shown = page.partition("```py\n")[2].partition("```")[0]
-        settings = {"OPENAI_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": server.key}
-        documented = subprocess.run(
-            [PYTHON, "-c", shown], capture_output=True, text=True, timeout=60, check=False, env=os.environ | settings
-        )
-        assert documented.returncode == 0, documented.stderr[-3000:]
-        assert "Traceback" not in server.log
-    return json.loads(ended.stdout)
+    with serve_arithmetic(place, "support.openai_server:served") as server:
+        program = Program("openai", place, server)
+        program.run("python", "-c", shown_program("howto/openai.md"))
+        return program.script("openai_types_program.py", BASE)
 
 
 def test_models_are_listed(found: Any) -> None:
@@ -75,9 +59,3 @@ def test_errors_are_the_clients_own(found: Any) -> None:
         "BadRequestError": ["BadRequestError", "invalid_input", "best_of", 400],
         "AuthenticationError": ["AuthenticationError", "invalid_api_key", None, 401],
     }
-
-
-def test_the_environment_has_what_the_file_says() -> None:
-    lines = Path(ROOT / "tests/clients/requirements/openai.txt").read_text().splitlines()
-    listed = subprocess.run([PYTHON, "-m", "pip", "freeze"], capture_output=True, text=True, timeout=60, check=True)
-    assert listed.stdout.splitlines() == [line for line in lines if not line.startswith("#")]

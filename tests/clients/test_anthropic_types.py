@@ -1,40 +1,24 @@
-"""Anthropic's own Python client against our server: its types read every answer, and streams add up."""
+"""The anthropic package's own types read every answer of ours, strictly, and streams add up."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.clients import Program, serve_arithmetic, shown_program
 from support.in_process import BASE
-from support.server_process import ROOT, ServerProcess
-
-PYTHON = ROOT / ".clients/anthropic/bin/python"
-PROGRAM = ROOT / "tests/contract/clients/anthropic_program.py"
 
 
 @pytest.fixture(scope="module", params=["", "/anthropic/api"])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """What the program printed, at each of the two paths."""
-    assert PYTHON.exists(), "run tools/clients, which make test does"
-    data = tmp_path_factory.mktemp("server") / "data"
-    with ServerProcess(data, backend="support.anthropic_server:served") as server:
-        command = [PYTHON, "-I", PROGRAM, server.url + request.param, server.key, BASE]
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-        assert ended.returncode == 0, ended.stderr[-3000:] + server.log[-2000:]
-        shown = (ROOT / "docs/howto/anthropic.md").read_text().partition("```py\n")[2].partition("```")[0]
-        settings = {"ANTHROPIC_BASE_URL": server.url + request.param, "ANTHROPIC_API_KEY": server.key}
-        program = [PYTHON, "-c", shown.replace("BASE", BASE)]
-        documented = subprocess.run(
-            program, capture_output=True, text=True, timeout=60, check=False, env=os.environ | settings
-        )
-        assert documented.returncode == 0, documented.stderr[-3000:]
-        assert "Wait a bit." in documented.stdout
-        assert "Traceback" not in server.log
-    return json.loads(ended.stdout)
+    place = tmp_path_factory.mktemp("client")
+    with serve_arithmetic(place, "support.anthropic_server:served") as server:
+        program = Program("anthropic", place, replace(server, url=server.url + request.param))
+        shown = program.run("python", "-c", shown_program("howto/anthropic.md").replace("BASE", BASE))
+        assert "Wait a bit." in shown
+        return program.script("anthropic_types_program.py", BASE)
 
 
 def blocks(message: Any) -> list[tuple[str, Any]]:
@@ -75,9 +59,3 @@ def test_errors_are_the_clients_own(found: Any) -> None:
         "AuthenticationError": ["AuthenticationError", "authentication_error", 401],
         "a path that is not there": ["NotFoundError", "not_found_error", 404],
     }
-
-
-def test_the_environment_has_what_the_file_says() -> None:
-    lines = Path(ROOT / "tests/clients/requirements/anthropic.txt").read_text().splitlines()
-    listed = subprocess.run([PYTHON, "-m", "pip", "freeze"], capture_output=True, text=True, timeout=60, check=True)
-    assert listed.stdout.splitlines() == [line for line in lines if not line.startswith("#")]

@@ -1,25 +1,27 @@
-"""Runs in an environment with Anthropic's own client and nothing of ours: `anthropic_program.py URL KEY MODEL`.
+"""Prints what the anthropic package reads of our answers, as one JSON object; its own types have checked every field.
 
-It uses the client as programs do and prints what came back, as JSON, after the client's own types have read it. The
-model's answer is always the same: a thought, a text, and a call.
+The model's answer is always the same: a thought, a text, and a call. Argument: the model. Address and key come from the
+environment.
 """
 
 import asyncio
 import json
+import os
 import sys
 
 import anthropic
 from anthropic import Anthropic, AsyncAnthropic
 
-URL, KEY, MODEL = sys.argv[1:4]
+(MODEL,) = sys.argv[1:]
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"name": "look", "description": "d", "input_schema": {"type": "object", "properties": {"at": {}}}}
 ASKED = {"model": MODEL, "messages": HELLO, "max_tokens": 64, "system": "Be brief.", "tools": [TOOL]}
 
 
 def strict(value):
-    """Refuse what does not fit the client's types; reading an answer does not check it."""
-    type(value).model_validate(value.model_dump(exclude_unset=True, warnings=False), strict=True)
+    """Refuse a field that the client's types do not know, lack or read otherwise; reading an answer checks nothing."""
+    fields = value.model_dump(exclude_unset=True, warnings=False)
+    type(value).model_validate(fields, strict=True, extra="forbid")
     return value
 
 
@@ -54,7 +56,7 @@ def errors(client, found):
 
 
 async def async_calls(found):
-    async with AsyncAnthropic(auth_token=KEY, base_url=URL) as client:
+    async with AsyncAnthropic(api_key=None, auth_token=os.environ["ANTHROPIC_API_KEY"]) as client:
         answers = await asyncio.gather(*(client.messages.create(**ASKED) for _ in range(4)))
         found["together"] = [strict(answer).content[1].text for answer in answers]
         async with client.messages.stream(**ASKED) as stream:
@@ -63,7 +65,7 @@ async def async_calls(found):
 
 def main():
     found = {}
-    with Anthropic(api_key=KEY, base_url=URL, max_retries=0) as client:
+    with Anthropic(max_retries=0) as client:
         sync_calls(client, found)
         errors(client, found)
     asyncio.run(async_calls(found))
