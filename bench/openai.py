@@ -29,7 +29,7 @@ from tinsmith.testing.backend import ARITHMETIC  # noqa: E402
 
 PROMPT = list(range(1, 65))
 TOKENS = 200
-ROUNDS = 5
+ROUNDS = 8
 STREAMS = (1, 32, 256)
 Stream = Callable[[aiohttp.ClientSession, int], Awaitable[tuple[int, float]]]
 
@@ -98,7 +98,10 @@ async def compare(server: ServerProcess) -> None:
             costs: dict[str, list[float]] = {name: [] for name in routes}
             waits: dict[str, list[float]] = {name: [] for name in routes}
             for number in range(ROUNDS):
-                for name, stream in routes.items():
+                turns = list(routes.items())
+                for name, stream in (
+                    turns if number % 2 else reversed(turns)
+                ):  # one's last writes are in the other's turn
                     before = cpu_s(server.process_id)
                     together = max(1, 64 // count)
                     drawn = 0

@@ -23,6 +23,7 @@ from tinsmith.wire.messages.sampling import SampledSequence, SampleResponse, Top
 Kind = Literal["completions", "chat"]
 Rows = Sequence[TopkRow]
 """The likely tokens at each position, likeliest first."""
+_encoder = msgspec.json.Encoder()
 OBJECTS = {"completions": "text_completion", "chat": "chat.completion"}
 IDS = {"completions": "cmpl", "chat": "chatcmpl"}
 
@@ -274,7 +275,7 @@ class ChunkedChoice:
             self._entries += chat_scores(self._vocabulary, tokens, logprobs, rows)
 
     def _chunk(self, content: str | dict[str, Any], reason: str | None = None) -> bytes:
-        given = msgspec.json.encode(content)
+        given = _encoder.encode(content)
         if reason is None and self._is_plain:
             return self._head + given + self._plain_tail
         end = b"null" if reason is None else b'"%s"' % reason.encode()

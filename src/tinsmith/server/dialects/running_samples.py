@@ -153,9 +153,10 @@ def event_stream(pieces: AsyncGenerator[bytes, None], request_id: str, header: s
     return StreamAnswer(pieces=pieces, content_type="text/event-stream; charset=utf-8", headers=headers)
 
 
-def is_short(news: Sequence[Event]) -> bool:
-    """Whether news are a few tokens of one sample, as nearly always, so that nothing needs to be made in parts."""
-    return len(news) == 1 and isinstance(news[0], SampleGrowth) and len(news[0].new.tokens) <= SHORT_TOKENS
+def short_growth(news: Sequence[Event]) -> SampleGrowth | None:
+    """Return the growth if news are a few tokens of one sample, as nearly always: nothing needs to be made in parts."""
+    only = news[0] if len(news) == 1 else None
+    return only if isinstance(only, SampleGrowth) and len(only.new.tokens) <= SHORT_TOKENS else None
 
 
 async def in_parts(pieces: Iterable[bytes]) -> AsyncGenerator[bytes, None]:

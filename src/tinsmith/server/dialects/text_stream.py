@@ -8,7 +8,7 @@ stop strings may be spread over tokens in any way.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 
 from tinsmith.server.dialects.vocabulary import Vocabulary
 
@@ -28,7 +28,7 @@ class TextStream:
         self.stopped_by: str | None = None
         """The stop string that was found."""
 
-    def push(self, tokens: Iterable[int]) -> str:
+    def push(self, tokens: Sequence[int]) -> str:
         """Return the text that is certain after these tokens."""
         new = self._vocabulary.text_bytes(tokens, self._hidden)
         return self._certain(new) if new else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterable, Set
+from collections.abc import Sequence, Set
 from typing import cast
 
 from tinsmith.engine.protocol import ModelCard
@@ -37,8 +37,10 @@ class Vocabulary:
             return b""
         return self._pieces[self._ends[token - 1] if token else 0 : self._ends[token]]
 
-    def text_bytes(self, tokens: Iterable[int], hidden: Set[int]) -> bytes:
+    def text_bytes(self, tokens: Sequence[int], hidden: Set[int]) -> bytes:
         """Return the bytes of tokens, without the hidden ones."""
+        if len(tokens) == 1:  # as in a stream
+            return b"" if tokens[0] in hidden else self.raw(tokens[0])
         return b"".join([self.raw(token) for token in tokens if token not in hidden])
 
     def shown(self, token: int) -> str:

@@ -20,7 +20,7 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.auth.identity import Caller
 from tinsmith.server.jobs.lookup import find_outcome, position_of
 from tinsmith.server.jobs.pending_results import Outcome, Promise
-from tinsmith.server.jobs.token_log import LoggedTokens, TokenLog, tokens_at_once
+from tinsmith.server.jobs.token_log import LoggedTokens, News, TokenLog, tokens_at_once
 from tinsmith.server.services import Services
 from tinsmith.wire.codecs import proto_sampling
 from tinsmith.wire.messages.sampling import SampledSequence, TopkLogprobs
@@ -70,10 +70,12 @@ Event = SampleGrowth | SampleEnd
 
 async def follow(services: Services, samples: Sequence[Followed]) -> AsyncGenerator[list[Event], None]:
     """Yield what is new, whenever something is; an empty list after a while without news."""
+    arrivals = News(KEEP_ALIVE_S)
     for followed in samples:
         followed.outcome = asyncio.create_task(services.broker.wait(followed.promise, MAX_S))
+        followed.outcome.add_done_callback(lambda _: arrivals.announce())
         if followed.log is not None:
-            followed.log.join()
+            followed.log.join(arrivals)
     running = list(range(len(samples)))
     try:
         while running:
@@ -84,16 +86,11 @@ async def follow(services: Services, samples: Sequence[Followed]) -> AsyncGenera
                     if len(events) > AT_ONCE or _is_long(events[0]):
                         await asyncio.sleep(0)
                 continue
-            news: set[asyncio.Future[Any]] = set()
-            for number in running:
-                followed = samples[number]
-                assert followed.outcome is not None
-                news |= {followed.outcome} if followed.log is None else {followed.outcome, followed.log.growth()}
-            done, _ = await asyncio.wait(news, timeout=KEEP_ALIVE_S, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
+            if not await arrivals.wait():
                 yield []
     finally:
-        _leave(services, samples)
+        arrivals.close()
+        _leave(services, samples, arrivals)
 
 
 def _news(samples: Sequence[Followed], running: list[int]) -> list[Event]:
@@ -123,10 +120,10 @@ def _first(new: LoggedTokens) -> LoggedTokens:
     return LoggedTokens(new.index, new.tokens[:TOKENS], new.logprobs[:TOKENS], topk)
 
 
-def _leave(services: Services, samples: Sequence[Followed]) -> None:
+def _leave(services: Services, samples: Sequence[Followed], arrivals: News) -> None:
     for followed in samples:
         if followed.log is not None:
-            followed.log.leave()
+            followed.log.leave(arrivals)
         if followed.outcome is None or followed.outcome.done():
             continue
         followed.outcome.cancel()

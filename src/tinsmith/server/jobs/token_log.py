@@ -29,6 +29,54 @@ class LoggedTokens:
     """For each token the most likely ones at its position, likeliest first; None unless the request asks for them."""
 
 
+class News:
+    """Wakes one follower when something is new, however many samples it follows.
+
+    `asyncio.wait` would do the same at several times the price, and a stream waits for every token. So there is one
+    timer for all waits, which starts again if news came meanwhile.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._is_new = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def announce(self) -> None:
+        self._is_new = True
+        self._wake()
+
+    async def wait(self) -> bool:
+        """Wait for news, or for a silence; return whether there is something new since the last time."""
+        if not self._is_new:
+            loop = asyncio.get_running_loop()
+            self._waiter, self._since = loop.create_future(), loop.time()
+            if self._timer is None:
+                self._timer = loop.call_later(self._silence_s, self._check)
+            await self._waiter
+        is_new, self._is_new = self._is_new, False
+        return is_new
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _check(self) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._since + self._silence_s - loop.time()
+        if left <= 0:
+            self._timer = None
+            self._wake()
+        else:
+            self._timer = loop.call_later(left, self._check)
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+
 class TokenLog:
     """Tokens and logprobs of each sequence of a request. Used on the server's event loop only.
 
@@ -40,17 +88,17 @@ class TokenLog:
         self._logprobs = [array("d") for _ in range(num_samples)]
         self._topk_tokens = [array("i") for _ in range(num_samples)]
         self._topk_logprobs = [array("f") for _ in range(num_samples)]
-        self._growth: asyncio.Future[None] | None = None
-        self.followers = 0
+        self.followers: list[News] = []
         self.visits = 0
         """How many clients have ever followed it."""
 
-    def join(self) -> None:
-        self.followers += 1
+    def join(self, news: News) -> None:
+        """Announce new tokens there."""
+        self.followers.append(news)
         self.visits += 1
 
-    def leave(self) -> None:
-        self.followers -= 1
+    def leave(self, news: News) -> None:
+        self.followers.remove(news)
 
     def listener(self) -> OnTokens:
         """Return a callback for the tokens of one attempt.
@@ -68,7 +116,8 @@ class TokenLog:
                 skipped = known * (len(event.topk_tokens) // len(event.tokens))
                 self._topk_tokens[event.sample].extend(event.topk_tokens[skipped:])
                 self._topk_logprobs[event.sample].extend(event.topk_logprobs[skipped:])
-                self._wake()
+                for news in self.followers:
+                    news.announce()
 
         return take
 
@@ -85,14 +134,3 @@ class TokenLog:
     def _topk(self, index: int, starts: range) -> list[list[tuple[int, float]]]:
         k, listed, logprobs = starts.step, self._topk_tokens[index], self._topk_logprobs[index]
         return [list(zip(listed[i : i + k], logprobs[i : i + k], strict=True)) for i in starts]
-
-    def growth(self) -> asyncio.Future[None]:
-        """Return a future that is done when there are new tokens."""
-        if self._growth is None:
-            self._growth = asyncio.get_running_loop().create_future()
-        return self._growth
-
-    def _wake(self) -> None:
-        growth, self._growth = self._growth, None
-        if growth is not None and not growth.done():
-            growth.set_result(None)

@@ -17,13 +17,13 @@ from tinsmith.server.dialects.running_samples import (
     begin_samples,
     event_stream,
     in_parts,
-    is_short,
     response_of,
     results,
+    short_growth,
 )
 from tinsmith.server.dialects.targets import described, find_target, list_models
 from tinsmith.server.http import errors
-from tinsmith.server.jobs.streams import Event, Followed, SampleEnd, follow
+from tinsmith.server.jobs.streams import Event, Followed, SampleEnd, SampleGrowth, follow
 from tinsmith.server.services import Services
 from tinsmith.wire.messages.openai import ModelList
 from tinsmith.wire.messages.sampling import SampleResponse
@@ -84,8 +84,9 @@ async def _stream(services: Services, form: AnswerForm, samples: Sequence[Follow
             yield part
         try:
             async for news in events:
-                if is_short(news):
-                    yield b"".join(_told(form, samples, choices, responses, news)) or KEEP_ALIVE
+                growth = short_growth(news)
+                if growth is not None:
+                    yield _grown(form, choices, growth) or KEEP_ALIVE
                     continue
                 is_silent = True
                 async for part in in_parts(_told(form, samples, choices, responses, news)):
@@ -119,13 +120,17 @@ def _told(
     """Yield the chunks of new tokens and of samples that have ended, whose responses are kept."""
     count = form.reading.n
     for event in news:
-        first = event.sample * count
         if isinstance(event, SampleEnd):
+            first = event.sample * count
             responses[event.sample] = response = response_of(event.outcome)
             yield from _last(choices[first : first + count], response, samples[event.sample].seen)
         else:
-            new = event.new
-            yield choices[first + new.index].push(new.tokens, new.logprobs, new.topk)
+            yield _grown(form, choices, event)
+
+
+def _grown(form: AnswerForm, choices: Sequence[ChunkedChoice], growth: SampleGrowth) -> bytes:
+    new = growth.new
+    return choices[growth.sample * form.reading.n + new.index].push(new.tokens, new.logprobs, new.topk)
 
 
 def _last(choices: Sequence[ChunkedChoice], response: SampleResponse, seen: Sequence[int]) -> Iterator[bytes]:

@@ -13,7 +13,7 @@ from support.in_process import Answer, Client, Recorder, Server, run, sample, se
 from tinsmith.engine.protocol import AnyJob, TokenEvent
 from tinsmith.server.jobs import samples as samples_module
 from tinsmith.server.jobs import streams, token_log
-from tinsmith.server.jobs.token_log import TokenLog
+from tinsmith.server.jobs.token_log import News, TokenLog
 from tinsmith.store.base import statement
 from tinsmith.wire.codecs.proto_sampling import decode_response
 
@@ -251,14 +251,39 @@ def test_a_log_passes_over_what_it_has() -> None:
         first, second = log.listener(), log.listener()
         first(TokenEvent(sample=0, tokens=(1, 2, 3), logprobs=(-1.0, -2.0, -3.0)))
         first(TokenEvent(sample=1, tokens=(9,), logprobs=(-9.0,)))
-        growth = log.growth()
+        news = News(60.0)
+        log.join(news)
+        waiting = asyncio.ensure_future(news.wait())
+        await asyncio.sleep(0)
         second(TokenEvent(sample=0, tokens=(1, 2), logprobs=(-1.0, -2.0)))
-        assert not growth.done(), "that was known"
+        await asyncio.sleep(0)
+        assert not waiting.done(), "that was known"
         second(TokenEvent(sample=0, tokens=(3, 4), logprobs=(-3.0, -4.0)))
-        assert growth.done()
+        assert await asyncio.wait_for(waiting, 5)
+        news.close()
         (new,) = log.after([1, 1])
         assert (new.index, list(new.tokens), list(new.logprobs)) == (0, [2, 3, 4], [-2.0, -3.0, -4.0])
         assert new.topk is None
+
+    run(scenario())
+
+
+def test_news_wakes_its_follower_and_so_does_silence() -> None:
+    async def scenario() -> None:
+        news = News(0.01)
+        news.announce()
+        news.announce()
+        assert await news.wait(), "what came before the wait is new"
+        for _ in range(3):
+            assert not await asyncio.wait_for(news.wait(), 5), "nothing came"
+        asyncio.get_running_loop().call_soon(news.announce)
+        assert await asyncio.wait_for(news.wait(), 5)
+        left = asyncio.ensure_future(news.wait())
+        await asyncio.sleep(0)
+        left.cancel()
+        news.announce()
+        news.close()
+        assert news._timer is None or news._timer.cancelled()
 
     run(scenario())
 
