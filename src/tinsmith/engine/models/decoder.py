@@ -9,22 +9,22 @@ V vocabulary.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import linear, silu
 
-from tinsmith.engine.cpu.linear import Product, product_kind, transposed_product, weight_product
+from tinsmith.engine.cpu.formats import Weights, widened
+from tinsmith.engine.cpu.linear import StoredProduct, product_kind, stored_product
 from tinsmith.engine.models.attention import Rope, rotate
 from tinsmith.engine.models.config import ModelConfig
 
 Attend: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """attend(layer, q_THC, k_TKC, v_TKC) returns out_THC, for rotated queries and keys; the scale is 1 / sqrt(C)."""
-ReadTensor: TypeAlias = Callable[[str], torch.Tensor]
-"""Returns a weight by its Hugging Face name."""
+ReadTensor: TypeAlias = Callable[[str], Weights]
+"""Returns a weight by its Hugging Face name, in the format of its file."""
 
 
 class Adapter(Protocol):
@@ -38,28 +38,25 @@ class Adapter(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Linear:
     """One matrix product with an optional bias; several modules may be stacked in it."""
 
-    weight_ED: torch.Tensor
+    product: StoredProduct
+    """The product without gradients, with the fastest kernel. It holds the weights, in the format of their file."""
     bias_E: torch.Tensor | None = None
-    copies_back: bool = False
-    """Whether there is memory for a second copy of the weights, which makes the backward pass faster."""
 
     def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
         return linear(x_TD, self.weight_ED, self.bias_E)
 
-    @functools.cached_property
-    def product(self) -> Product:
-        """The product without gradients, with the fastest kernel."""
-        return weight_product(self.weight_ED, self.bias_E)
+    @property
+    def weight_ED(self) -> torch.Tensor:
+        """The weights in the number format of the decoder; it may be a copy."""
+        return self.product.weight_ED
 
-    @functools.cached_property
-    def back(self) -> Product:
-        """Maps the gradient of the output to that of the input: g_TE to g_TE W."""
-        weight_ED = self.weight_ED
-        return transposed_product(weight_ED) if self.copies_back else lambda g_TE: g_TE @ weight_ED
+    def back(self, g_TE: torch.Tensor) -> torch.Tensor:
+        """Return g_TE W: the gradient of the input, given that of the output."""
+        return self.product.back(g_TE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +84,14 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        embedding_VD: torch.Tensor,
+        embedding: Linear,
         layers: tuple[Layer, ...],
         norm_D: torch.Tensor,
         unembedding: Linear,
     ) -> None:
         self.config = config
-        self.embedding_VD = embedding_VD
+        self.embedding = embedding
+        """Its outputs are the tokens; the same object as `unembedding` if the two are tied."""
         self.layers = layers
         self.norm_D = norm_D
         self.unembedding = unembedding
@@ -101,23 +99,43 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        return self.embedding_VD.device
+        return self.norm_D.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding_VD.dtype
+        return self.norm_D.dtype
+
+    @property
+    def embedding_VD(self) -> torch.Tensor:
+        """The embeddings in the number format of the decoder; it may be a copy."""
+        return self.embedding.weight_ED
 
     @property
     def products(self) -> str:
         """Return which kernels multiply by the weights, forward and backward: the bits of results depend on it."""
         kind = product_kind(self.device, self.dtype)
-        return f"{kind} {kind if self.layers[0].qkv.copies_back else 'torch'}"
+        return kind if kind == "compiled" else f"{kind} torch"
+
+    @property
+    def bytes_by_format(self) -> dict[str, int]:
+        """Return the memory that matrices use, by the format in which they are kept."""
+        linears = [linear for layer in self.layers for linear in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        products = {id(linear.product): linear.product for linear in (self.embedding, *linears, self.unembedding)}
+        found: dict[str, int] = {}
+        for product in products.values():
+            for name, size in product.bytes_by_format.items():
+                found[name] = found.get(name, 0) + size
+        return found
+
+    def embed(self, tokens_T: torch.Tensor) -> torch.Tensor:
+        """Return x_TD, the embeddings of tokens."""
+        return self.embedding.product.rows(tokens_T)
 
     def hidden(
         self, tokens_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend, adapter: Adapter | None = None
     ) -> torch.Tensor:
         """Return hidden_TD after the final norm."""
-        x_TD = embedding(tokens_T, self.embedding_VD)
+        x_TD = self.embed(tokens_T)
         angles = self.rope.angles(positions_T)
         for index, layer in enumerate(self.layers):
             normed_TD = rms_norm(x_TD, layer.input_norm_D, self.config.norm_eps)
@@ -178,17 +196,19 @@ def build_decoder(
     read: ReadTensor,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    copies_back: bool = False,
 ) -> Decoder:
-    """Build a decoder from weights by name; each is read once."""
+    """Build a decoder from weights by name; each is read once, and laid out before the next one is read."""
 
     def get(name: str) -> torch.Tensor:
-        return read(name).to(device=device, dtype=dtype)
+        return widened(read(name)).to(device=device, dtype=dtype)
+
+    def product(*names: str, bias_E: torch.Tensor | None = None) -> Linear:
+        return Linear(stored_product([read(name) for name in names], bias_E, torch.device(device), dtype), bias_E)
 
     def stacked(prefix: str, modules: tuple[str, ...], has_bias: bool) -> Linear:
-        weights = [get(f"{prefix}.{module}.weight") for module in modules]
         biases = [get(f"{prefix}.{module}.bias") for module in modules] if has_bias else []
-        return Linear(_joined(weights), _joined(biases) if biases else None, copies_back)
+        names = [f"{prefix}.{module}.weight" for module in modules]
+        return product(*names, bias_E=torch.cat(biases) if biases else None)
 
     def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}"
@@ -204,18 +224,14 @@ def build_decoder(
             down=stacked(mlp, ("down_proj",), config.has_mlp_bias),
         )
 
-    embedding_VD = get("model.embed_tokens.weight")
+    embedding = product("model.embed_tokens.weight")
     return Decoder(
         config,
-        embedding_VD,
+        embedding,
         tuple(layer(index) for index in range(config.num_layers)),
         get("model.norm.weight"),
-        Linear(embedding_VD if config.tie_embeddings else get("lm_head.weight")),
+        embedding if config.tie_embeddings else product("lm_head.weight"),
     )
-
-
-def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

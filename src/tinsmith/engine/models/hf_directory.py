@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from tinsmith.engine.cpu.formats import FORMATS, PLAIN, Format
 from tinsmith.engine.models.config import ModelConfig, config_from_hf
 from tinsmith.engine.models.decoder import weight_shapes
 from tinsmith.errors import InvalidInputError
@@ -33,6 +34,15 @@ class SafetensorsDirectory:
         with _opened(self.directory / self._file_of[name]) as opened:
             tensor: torch.Tensor = opened.get_tensor(name).clone()
         return tensor
+
+    def read_stored(self, name: str) -> torch.Tensor:
+        """Return a weight in the format of the file, which `read` does not change."""
+        return self.read(name)
+
+    def format_of(self, name: str) -> Format:
+        """Return the format in which a weight can be kept: the file's, or float32."""
+        with _opened(self.directory / self._file_of[name]) as opened:
+            return FORMATS.get(opened.get_slice(name).get_dtype(), PLAIN)
 
     def _locate(self) -> dict[str, str]:
         """Return the file that contains each weight."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.functional import embedding, pad, silu
+from torch.nn.functional import pad, silu
 
 from tinsmith.engine.cpu.linear import Product, kept_bytes, panel_width, weight_product
 from tinsmith.engine.lora import LM_HEAD, LoraAdapter, LoraGroup, modules_of
@@ -117,7 +117,7 @@ class InferenceDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self.config = decoder.config
         self.device, self.dtype = decoder.device, decoder.dtype
-        self._embedding_VD = decoder.embedding_VD
+        self._embed = decoder.embed
         self._norm_D = decoder.norm_D
         self._rope = decoder.rope
         self._layers = tuple(_prepared(layer) for layer in decoder.layers)
@@ -132,7 +132,7 @@ class InferenceDecoder:
     ) -> torch.Tensor:
         """Return hidden_TD after the final norm."""
         eps = self.config.norm_eps
-        x_TD = embedding(tokens_T, self._embedding_VD)
+        x_TD = self._embed(tokens_T)
         angles = _signed(*self._rope.angles(positions_T))
         for index, layer in enumerate(self._layers):
             normed_TD = rms_norm(x_TD, layer.weights.input_norm_D, eps)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.functional import embedding
 
 from tinsmith.engine.cpu.linear import Product, can_compile, can_pack
 from tinsmith.engine.models.decoder import Decoder, Layer
@@ -60,7 +59,7 @@ class FusedDecoder(InferenceDecoder):
         from tinsmith.engine.cpu.layers import Buffers, run_layers
 
         rows, config, first = len(tokens_T), self.config, self._layers[0]
-        x_TD = embedding(tokens_T, self._embedding_VD)
+        x_TD = self._embed(tokens_T)
         widths = (config.hidden_size, _width(first.qkv), config.query_size, _width(first.gate_up))
         normed_TD, qkv_TE, attended_TE, gate_up_TE = (torch.empty(rows, width) for width in widths)
         active_TI, y_TD = torch.empty(rows, config.intermediate_size), torch.zeros(rows, _width(first.down))

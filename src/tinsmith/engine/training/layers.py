@@ -20,7 +20,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from tinsmith.engine.lora import GROUPS, LoraAdapter, LoraGroup, LoraGroups
 from tinsmith.engine.models.attention import positions_of
@@ -86,7 +86,7 @@ class TrainingPass:
         """Run `forward` with a pause after each layer."""
         decoder = self._decoder
         self._angles = decoder.rope.angles(positions_of(self._lengths, decoder.device))
-        x_TD = embedding(tokens_T, decoder.embedding_VD)
+        x_TD = decoder.embed(tokens_T)
         for index in range(len(decoder.layers)):
             before_TD = x_TD
             x_TD, tape = self._layer_forward(index, x_TD, needs_graph=self._is_recording and not self._is_checkpointed)

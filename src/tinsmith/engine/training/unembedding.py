@@ -113,8 +113,7 @@ class Unembedding:
     ) -> torch.Tensor:
         logits_grad_NV = exponentials_NV.mul_(gradient_NK.sum(dim=1, keepdim=True).div_(sum_N1).neg_())
         logits_grad_NV.scatter_add_(1, targets_NK, gradient_NK)
-        weight_VD = self.decoder.unembedding.weight_ED
-        hidden_grad_ND = logits_grad_NV.to(weight_VD.dtype) @ weight_VD
+        hidden_grad_ND = self.decoder.unembedding.back(logits_grad_NV.to(self.decoder.dtype))
         group = self.adapter.groups.get((None, LM_HEAD)) if self.adapter is not None else None
         if group is None or self.adapter is None or grads is None:
             return hidden_grad_ND

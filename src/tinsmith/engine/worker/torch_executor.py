@@ -17,7 +17,7 @@ import torch
 from tinsmith.engine import protocol
 from tinsmith.engine.checkpoints.format import CheckpointInfo, read_checkpoint, write_checkpoint
 from tinsmith.engine.machine import fingerprint
-from tinsmith.engine.models.load import LoadedModel, built_in_bytes, load_model, memory_needed
+from tinsmith.engine.models.load import LoadedModel, built_in_bytes, load_model
 from tinsmith.engine.protocol import Created, Done, ModelCard, Sample, SavedFiles, Usage
 from tinsmith.engine.sampling.adapters import check_base
 from tinsmith.engine.training.adamw import AdamW
@@ -76,10 +76,11 @@ class TorchExecutor:
             device, dtype, options.micro_batch_tokens, Path(source), loaded.decoder.products
         )
         logger.info(
-            "%s from %s: %s weights, %s on %s, %d threads; %s",
+            "%s from %s: %s weights (%s), %s on %s, %d threads; %s",
             options.card.name,
             source,
             f"{loaded.config.parameter_count():,}",
+            ", ".join(f"{size / 1e6:,.1f} MB in {name}" for name, size in loaded.decoder.bytes_by_format.items()),
             dtype,
             options.device,
             torch.get_num_threads(),
@@ -183,9 +184,8 @@ class TorchExecutor:
 def memory_caps(options: TorchOptions, model: LoadedModel) -> MemoryCaps:
     """Return an engine's memory limits, from its options or from the memory of its device."""
     device = model.decoder.device
-    weights_bytes = memory_needed(model.config, model.decoder.dtype, device)
     return chosen_caps(
-        default_caps(built_in_bytes(device), weights_bytes, device.type, options.engines),
+        default_caps(built_in_bytes(device), model.memory_bytes, device.type, options.engines),
         adapter_bytes=options.adapter_bytes,
         sampler_adapter_bytes=options.sampler_adapter_bytes,
         cache_bytes=options.cache_bytes,

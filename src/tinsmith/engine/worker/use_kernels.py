@@ -37,13 +37,14 @@ def use_sampling() -> None:
 
 
 def use_training() -> None:
-    """Use each kernel of training once, except the product."""
-    from tinsmith.engine.cpu.product import PANEL
+    """Use each kernel of training once, except the forward product."""
+    from tinsmith.engine.cpu.product import PANEL, PackedWeights
 
     compile_rows()
     attention = CompiledAttention(_smallest(PANEL), [1])
     attended = attention.forward(0, torch.zeros(1, 3, PANEL), is_recording=True)
     attention.backward(attended, attended.out_THC)
+    PackedWeights(torch.zeros(1, 1)).back(torch.zeros(1, 1))
 
 
 def _smallest(head_dim: int) -> ModelConfig:
