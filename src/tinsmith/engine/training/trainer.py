@@ -76,7 +76,7 @@ class ModelPass(Protocol):
     def backward_steps(self, grad_TD: torch.Tensor, grads: LoraGroups) -> Generator[None, None, None]: ...
 
 
-class TrainedModel(Protocol):
+class TrainableModel(Protocol):
     """A model to train on. `engine/general` implements it for models that run through transformers."""
 
     @property
@@ -149,7 +149,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: Decoder | TrainedModel,
+        model: Decoder | TrainableModel,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
         max_recorded_tokens: int = MAX_RECORDED_TOKENS,
     ) -> None:
@@ -209,7 +209,7 @@ class _RequestRun:
 
     def __init__(
         self,
-        model: TrainedModel,
+        model: TrainableModel,
         adapter: LoraAdapter,
         work: ForwardBackwardInput,
         custom: DatumLoss | None,

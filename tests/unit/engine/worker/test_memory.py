@@ -12,7 +12,7 @@ from tinsmith.config import ServerConfig
 from tinsmith.engine.backend.local import engine_options
 from tinsmith.engine.models import load
 from tinsmith.engine.protocol import ModelCard
-from tinsmith.engine.worker import torch_executor
+from tinsmith.engine.worker import served_model, torch_executor
 from tinsmith.engine.worker.memory import GB, LEAST, MOST, MemoryCaps, default_caps
 from tinsmith.engine.worker.startup import read_options
 from tinsmith.engine.worker.torch_executor import TorchExecutor
@@ -42,7 +42,7 @@ def test_the_start_of_an_engine_says_what_was_chosen(
 ) -> None:
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     monkeypatch.setattr(torch_executor, "built_in_bytes", lambda device: 32 * GB)
-    monkeypatch.setattr(torch_executor, "memory_needed", lambda config, dtype, device: 0)
+    monkeypatch.setattr(served_model, "memory_needed", lambda config, dtype, device: 0)
     options = read_options(torch_tiny_spec("tiny", tmp_path, seed=1, threads=0, sampler_adapter_bytes=3 * GB).options)
     caplog.set_level("INFO")
     try:
