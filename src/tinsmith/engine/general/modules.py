@@ -135,7 +135,7 @@ def part_of(path: str) -> str | None:
     layer = next((place for place, name in enumerate(parts) if name.isdigit()), None)
     if layer is None:
         return None
-    inside = parts[layer + 1 :]
+    inside = [*parts[max(layer - 1, 0) : layer], *parts[layer + 1 :]]  # with what numbers the layers, such as `ffns`
     if any(MLP_PARTS.search(name) for name in inside):
         return "mlp"
     return "attention" if any(ATTENTION_PARTS.search(name) for name in inside) else None
@@ -144,6 +144,7 @@ def part_of(path: str) -> str | None:
 def _experts(model: Any) -> Iterator[str]:
     """Yield the modules that hold the matrices of several experts in one parameter."""
     for path, module in model.named_modules():
-        own = module.parameters(recurse=False)
-        if part_of(path) == "mlp" and not isinstance(module, nn.Conv1d) and any(value.ndim == 3 for value in own):
+        own = (tuple(value.shape) for value in module.parameters(recurse=False))
+        is_stacked = any(len(shape) == 3 and min(shape) > 1 for shape in own)
+        if part_of(path) == "mlp" and is_stacked and not isinstance(module, nn.Conv1d):
             yield path

@@ -70,6 +70,40 @@ def test_linears_that_are_not_called_stay_as_they_are(tmp_path: Path) -> None:
     assert {path.rpartition(".")[2] for path in modules.unadapted} == {"dt_proj", "out_proj"}
 
 
+def test_a_product_in_groups_is_not_a_linear_that_an_adapter_can_change(tmp_path: Path, monkeypatch: Any) -> None:
+    from transformers.models.gpt_neox import modeling_gpt_neox
+
+    class Grouped(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.weight, self.bias).unflatten(-1, (2, -1)).transpose(-1, -2)
+
+    class Mlp(modeling_gpt_neox.GPTNeoXMLP):  # type: ignore[misc, name-defined]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.dense_h_to_4h = Grouped(32, 64)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.dense_4h_to_h(self.act(self.dense_h_to_4h(hidden).flatten(-2)))
+
+    monkeypatch.setattr(modeling_gpt_neox, "GPTNeoXMLP", Mlp)
+    modules = load_general(make_general(tmp_path / "neox", "gpt_neox")).modules
+    assert {path.rpartition(".")[2] for path in modules.unadapted} == {"dense_h_to_4h"}
+
+
+def test_small_vectors_in_three_dimensions_are_not_experts(tmp_path: Path) -> None:
+    make_tiny(tmp_path / "rwkv")
+    with quiet():
+        import transformers
+
+        config = transformers.AutoConfig.for_model("rwkv", vocab_size=264, hidden_size=32, num_hidden_layers=2)
+        torch.manual_seed(0)
+        transformers.RwkvForCausalLM(config).save_pretrained(tmp_path / "rwkv")
+        model = load_general(tmp_path / "rwkv")
+    assert model.modules.experts == ()
+    assert {module.path.rpartition(".")[2] for module in model.modules.mlp} == {"key", "receptance", "value"}
+    assert model._cache_name == "state"
+
+
 def test_experts_that_no_adapter_can_change_are_refused_unless_they_are_left_out(tmp_path: Path) -> None:
     modules = load_general(make_general(tmp_path / "mixtral", "mixtral")).modules
     with pytest.raises(InvalidInputError, match=r"train_mlp: MixtralForCausalLM .*experts.*train_mlp=False"):
