@@ -168,7 +168,7 @@ def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
         "max_context_length": _required(values, "max_position_embeddings"),
         "norm_eps": values.get("rms_norm_eps", 1e-6),
         "bos_token_id": values.get("bos_token_id"),
-        "eos_token_ids": _ids(values.get("eos_token_id")),
+        "eos_token_ids": token_ids(values.get("eos_token_id")),
         "pad_token_id": values.get("pad_token_id"),
     }
     return ModelConfig(**(fields | family(values, layers)))
@@ -184,7 +184,8 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def token_ids(value: Any) -> tuple[int, ...]:
+    """Return the ids in a setting that has one, several or none."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)

@@ -111,6 +111,10 @@ class Decoder:
         return self.embedding.weight_ED
 
     @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
     def products(self) -> str:
         """Return which kernels multiply by the weights, forward and backward: the bits of results depend on it."""
         kind = product_kind(self.device, self.dtype)

@@ -101,19 +101,24 @@ def _is_derived(name: str) -> bool:
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Return the ModelConfig of a directory, with the end-of-text ids of generation_config.json added."""
-    path = directory / "config.json"
-    values = _json(path)
+    """Return the ModelConfig of a directory."""
+    values = read_values(directory)
+    try:
+        return config_from_hf(values)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{directory / 'config.json'}: {error}", field=error.field) from None
+
+
+def read_values(directory: Path) -> dict[str, Any]:
+    """Return config.json, with the end-of-text ids of generation_config.json added."""
+    values = _json(directory / "config.json")
     generation = directory / "generation_config.json"
     if generation.exists():
         more = _json(generation).get("eos_token_id")
         if more is not None:
             given = values.get("eos_token_id")
             values["eos_token_id"] = _merged(given, more)
-    try:
-        return config_from_hf(values)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{path}: {error}", field=error.field) from None
+    return values
 
 
 def _merged(first: Any, second: Any) -> list[int]:

@@ -154,11 +154,16 @@ def available_bytes(device: torch.device | str) -> int | None:
 
 
 def _check_fits(config: ModelConfig, needed: int, device: torch.device, dtype: torch.dtype) -> None:
+    check_free(config.parameter_count(), needed, device, dtype)
+
+
+def check_free(parameters: int, needed: int, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Raise if a model of so many weights needs more memory than is free."""
     available = available_bytes(device)
     if available is not None and needed > available:
         raise TinkerError(
             f"the model needs {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} "
-            f"({config.parameter_count():,} weights), but only {available / 1e9:.1f} GB are free; "
+            f"({parameters:,} weights), but only {available / 1e9:.1f} GB are free; "
             "choose a smaller model or dtype, or free memory"
         )
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
 from tinsmith.engine.lora import LM_HEAD, LoraAdapter, LoraGroups
-from tinsmith.engine.models.decoder import Decoder
+from tinsmith.engine.models.decoder import Adapter, Linear
 
 CHUNK_BYTES = 24 * 2**20
 """Size of the logits that exist at once: small enough for the last-level cache of many processors, and for memory that
@@ -26,11 +26,23 @@ GradientOf: TypeAlias = Callable[[slice, torch.Tensor], torch.Tensor | None]
 """gradient_of(rows, logprobs_NK) returns dL/dlogprob as [N, K]; None: no gradient is needed."""
 
 
-@dataclass(frozen=True, slots=True)
+class Unembedder(Protocol):
+    """The last matrix of a model: a `Decoder`, or the head of another one that is a plain product."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def unembedding(self) -> Linear: ...
+
+    def logits(self, hidden_TD: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
 class Unembedding:
     """The unembedding of one model with one adapter. It pauses between chunks."""
 
-    decoder: Decoder
+    decoder: Unembedder
     adapter: LoraAdapter | None = None
 
     def logprobs(self, hidden_TD: torch.Tensor, targets_TK: torch.Tensor) -> Generator[None, None, torch.Tensor]:
@@ -53,13 +65,13 @@ class Unembedding:
         """
         logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
         hidden_grad_TD: torch.Tensor | None = None
-        chunk = max(1, CHUNK_BYTES // (4 * self.decoder.config.vocab_size))
+        chunk = max(1, CHUNK_BYTES // (4 * self.decoder.vocab_size))
         for start in range(0, len(hidden_TD), chunk):
             if start:
                 yield
             rows = slice(start, min(start + chunk, len(hidden_TD)))
             hidden_ND, targets_NK = hidden_TD[rows], targets_TK[rows]
-            logits_NV = self.decoder.logits(hidden_ND, self.adapter)
+            logits_NV = self._logits(hidden_ND)
             logprobs_NK, sum_N1 = _exponentials_(logits_NV, targets_NK)
             logprobs_TK[rows] = logprobs_NK
             gradient_NK = gradient_of(rows, logprobs_NK)
@@ -83,6 +95,10 @@ class Unembedding:
         )
         assert part_ND is not None
         return torch.zeros_like(hidden_TD).index_copy_(0, active_N, part_ND)
+
+    def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Return logits_NV in float32, which may be overwritten."""
+        return self.decoder.logits(hidden_ND, self.adapter)
 
     def _chunk_backward(
         self,
@@ -111,9 +127,8 @@ class Unembedding:
         gradient_NK: torch.Tensor,
         grads: LoraGroups | None,
     ) -> torch.Tensor:
-        logits_grad_NV = exponentials_NV.mul_(gradient_NK.sum(dim=1, keepdim=True).div_(sum_N1).neg_())
-        logits_grad_NV.scatter_add_(1, targets_NK, gradient_NK)
-        hidden_grad_ND = self.decoder.unembedding.back(logits_grad_NV.to(self.decoder.dtype))
+        logits_grad_NV = logits_gradient_(exponentials_NV, sum_N1, targets_NK, gradient_NK)
+        hidden_grad_ND = self.decoder.unembedding.back(logits_grad_NV.to(hidden_ND.dtype))
         group = self.adapter.groups.get((None, LM_HEAD)) if self.adapter is not None else None
         if group is None or self.adapter is None or grads is None:
             return hidden_grad_ND
@@ -124,6 +139,14 @@ class Unembedding:
         own.Bs_ER[0].addmm_(logits_grad_NV.t(), low_NR, alpha=scale)
         own.A_GRD.addmm_(low_grad_NR.t(), wide_ND)
         return hidden_grad_ND.add_(low_grad_NR @ A_RD)
+
+
+def logits_gradient_(
+    exponentials_NV: torch.Tensor, sum_N1: torch.Tensor, targets_NK: torch.Tensor, gradient_NK: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of the logits for a given dL/dlogprob, in the place of their exponentials."""
+    logits_grad_NV = exponentials_NV.mul_(gradient_NK.sum(dim=1, keepdim=True).div_(sum_N1).neg_())
+    return logits_grad_NV.scatter_add_(1, targets_NK, gradient_NK)
 
 
 def _exponentials_(logits_NV: torch.Tensor, targets_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
