@@ -17,19 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tinsmith.engine.models.config import ModelConfig
+from tinsmith.engine.models.config import FUSED_GROUPS, GROUPS, LM_HEAD, ModelConfig
 from tinsmith.errors import InvalidInputError
 
 DEFAULT_ALPHA = 32.0
 MAX_RANK = 512
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "output": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
 ATTENTION, MLP = ("qkv", "output"), ("gate_up", "down")
-LM_HEAD = "lm_head"
+"""The groups of linears (`models/config`) that `train_attn` and `train_mlp` mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +143,7 @@ class LoraAdapter:
 
     def _initial(self, generator: torch.Generator, device: torch.device) -> LoraGroups:
         keys = group_keys(self.config, self.train_attn, self.train_mlp, self.train_unembed)
-        return {key: self._new_group(modules_of(key[1]), generator, device) for key in keys}
+        return {key: self._new_group(self.config.modules(key[1]), generator, device) for key in keys}
 
     def _new_group(self, modules: tuple[str, ...], generator: torch.Generator, device: torch.device) -> LoraGroup:
         inputs = self.config.module_shape(modules[0])[1]
@@ -182,10 +176,6 @@ def group_keys(
     return [*keys, (None, LM_HEAD)] if train_unembed else keys
 
 
-def modules_of(group: str) -> tuple[str, ...]:
-    return GROUPS.get(group, (LM_HEAD,))
-
-
 def _named(groups: LoraGroups) -> dict[str, torch.Tensor]:
     named = {}
     for (layer, _), group in groups.items():
@@ -196,11 +186,14 @@ def _named(groups: LoraGroups) -> dict[str, torch.Tensor]:
     return named
 
 
+_MLP_MODULES = frozenset(module for groups in (GROUPS, FUSED_GROUPS) for group in MLP for module in groups[group])
+
+
 def peft_name(layer: int | None, module: str) -> str:
     """Return the module's path in a PEFT checkpoint."""
     if layer is None:
         return f"base_model.model.{module}"
-    block = "mlp" if module in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+    block = "mlp" if module in _MLP_MODULES else "self_attn"
     return f"base_model.model.model.layers.{layer}.{block}.{module}"
 
 

@@ -15,8 +15,9 @@ from typing import TypeAlias
 
 import torch
 
-from tinsmith.engine.lora import LM_HEAD, LoraAdapter, LoraGroups
-from tinsmith.engine.models.decoder import Decoder
+from tinsmith.engine.lora import LoraAdapter, LoraGroups
+from tinsmith.engine.models.config import LM_HEAD
+from tinsmith.engine.models.decoder import Decoder, logit_slopes
 
 CHUNK_BYTES = 24 * 2**20
 """Size of the logits that exist at once: small enough for the last-level cache of many processors, and for memory that
@@ -60,6 +61,7 @@ class Unembedding:
             rows = slice(start, min(start + chunk, len(hidden_TD)))
             hidden_ND, targets_NK = hidden_TD[rows], targets_TK[rows]
             logits_NV = self.decoder.logits(hidden_ND, self.adapter)
+            slopes_NV = logit_slopes(logits_NV, self.decoder.config)
             logprobs_NK, sum_N1 = _exponentials_(logits_NV, targets_NK)
             logprobs_TK[rows] = logprobs_NK
             gradient_NK = gradient_of(rows, logprobs_NK)
@@ -67,7 +69,8 @@ class Unembedding:
                 continue
             if hidden_grad_TD is None:
                 hidden_grad_TD = torch.zeros_like(hidden_TD)
-            hidden_grad_TD[rows] = self._chunk_backward(hidden_ND, targets_NK, logits_NV, sum_N1, gradient_NK, grads)
+            chunk_rows = hidden_ND, targets_NK, logits_NV, sum_N1, gradient_NK
+            hidden_grad_TD[rows] = self._chunk_backward(*chunk_rows, slopes_NV, grads)
         return logprobs_TK, hidden_grad_TD
 
     def backward(
@@ -91,15 +94,17 @@ class Unembedding:
         exponentials_NV: torch.Tensor,
         sum_N1: torch.Tensor,
         gradient_NK: torch.Tensor,
+        slopes_NV: torch.Tensor | float,
         grads: LoraGroups | None,
     ) -> torch.Tensor:
         """Return the gradient of a chunk's hidden states; overwrites the exponentials."""
         rows = hidden_ND, targets_NK, exponentials_NV, sum_N1, gradient_NK
         active_M = gradient_NK.ne(0).any(dim=1).nonzero().squeeze(1)
         if len(active_M) == len(hidden_ND):
-            return self._rows_backward(*rows, grads)
+            return self._rows_backward(*rows, slopes_NV, grads)
         hidden_MD, targets_MK, exponentials_MV, sum_M1, gradient_MK = (tensor[active_M] for tensor in rows)
-        part_MD = self._rows_backward(hidden_MD, targets_MK, exponentials_MV, sum_M1, gradient_MK, grads)
+        slopes_MV = slopes_NV if isinstance(slopes_NV, float) else slopes_NV[active_M]
+        part_MD = self._rows_backward(hidden_MD, targets_MK, exponentials_MV, sum_M1, gradient_MK, slopes_MV, grads)
         return torch.zeros_like(hidden_ND).index_copy_(0, active_M, part_MD)
 
     def _rows_backward(
@@ -109,10 +114,13 @@ class Unembedding:
         exponentials_NV: torch.Tensor,
         sum_N1: torch.Tensor,
         gradient_NK: torch.Tensor,
+        slopes_NV: torch.Tensor | float,
         grads: LoraGroups | None,
     ) -> torch.Tensor:
         logits_grad_NV = exponentials_NV.mul_(gradient_NK.sum(dim=1, keepdim=True).div_(sum_N1).neg_())
         logits_grad_NV.scatter_add_(1, targets_NK, gradient_NK)
+        if not isinstance(slopes_NV, float) or slopes_NV != 1.0:
+            logits_grad_NV.mul_(slopes_NV)
         weight_VD = self.decoder.unembedding.weight_ED
         hidden_grad_ND = logits_grad_NV.to(weight_VD.dtype) @ weight_VD
         group = self.adapter.groups.get((None, LM_HEAD)) if self.adapter is not None else None
