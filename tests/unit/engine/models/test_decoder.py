@@ -120,8 +120,9 @@ def test_logits_without_gradients_are_the_same(tiny: Callable[..., Any]) -> None
     assert decoder.logits(hidden).shape == (3, decoder.config.vocab_size)
 
 
-def test_bfloat16_runs_and_stays_near(tiny: Callable[..., Any]) -> None:
-    made = tiny("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "granite", "olmo2", "phi3", "gemma2", "gemma3"])
+def test_bfloat16_runs_and_stays_near(family: str, tiny: Callable[..., Any]) -> None:
+    made = tiny(family)
     from tinsmith.engine.models.load import load_model
 
     half = load_model(made.directory, dtype=torch.bfloat16, cache_dir=made.directory).decoder

@@ -16,13 +16,14 @@ from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models.attention import PackedAttention
 from tinsmith.engine.models.decoder import Decoder
 from tinsmith.engine.models.load import load_model
-from tinsmith.engine.models.tiny import make_tiny
+from tinsmith.engine.models.tiny import FAMILIES, make_tiny
 from tinsmith.engine.sampling.block_attention import BlockCache, NewTokens
 from tinsmith.engine.sampling.decoder import NO_ADAPTERS, FrozenAdapter, InferenceDecoder, RowAdapters
 from tinsmith.engine.sampling.fused_decoder import FusedDecoder, inference_decoder
 from tinsmith.engine.sampling.sampler import Sampler, SamplerLimits
 
 BLOCK = 16
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def load(tmp_path: Path, family: str = "llama", **sizes: object) -> Decoder:
@@ -114,6 +115,20 @@ def test_chunks_and_single_tokens_give_the_trainers_logits(
     cuts = [0, 70, 71, 72, 100, 147, 148, 149, 150]
     logits = torch.cat([sequence.feed(TOKENS[a:b]) for a, b in itertools.pairwise(cuts)])
     assert (logits - full_logits(decoder, TOKENS)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_runs_and_stays_near(tmp_path: Path, family: str) -> None:
+    directory = make_tiny(tmp_path / family, family)
+    whole, half = (load_model(directory, dtype=kind, cache_dir=tmp_path).decoder for kind in DTYPES)
+    adapter = trained(whole, 4, 1)
+    for parameter in adapter.parameters().values():
+        parameter.mul_(0.3)  # a strong adapter makes tiny models chaotic
+    rows = RowAdapters([(0, 60, FrozenAdapter(adapter, half.device, half.dtype))])
+    logits = Cached(InferenceDecoder(half), make_cache(half), list(range(10))).feed(TOKENS[:60], rows)
+    assert logits.dtype == torch.float32
+    wanted = full_logits(whole, TOKENS[:60], adapter)
+    assert torch.cosine_similarity(logits.flatten(), wanted.flatten(), dim=0) >= 0.99
 
 
 @both

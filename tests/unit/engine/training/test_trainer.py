@@ -13,6 +13,7 @@ from support.model_reference import Reference, randomized
 from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models.attention import PackedAttention
 from tinsmith.engine.models.decoder import Decoder
+from tinsmith.engine.models.load import load_model
 from tinsmith.engine.models.tiny import FAMILIES
 from tinsmith.engine.training import layers
 from tinsmith.engine.training.layers import TrainingPass, recorded_bytes
@@ -323,6 +324,20 @@ def test_logprobs_are_those_of_the_forward_pass_that_samplers_use(family: str, t
     targets = torch.from_numpy(np.array(datum.loss_fn_inputs["target_tokens"].to_numpy()))
     wanted = logprobs.gather(1, targets[:, None])[:, 0]
     np.testing.assert_allclose(result.loss_fn_outputs[0]["logprobs"].to_numpy(), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_in_bfloat16_stays_near(family: str, tiny: Callable[..., Any]) -> None:
+    made = tiny(family)
+    half = load_model(made.directory, dtype=torch.bfloat16, cache_dir=made.directory).decoder
+    data, results, gradients = request(make_data([9, 14])), [], []
+    for decoder in (made.decoder, half):
+        adapter = randomized(LoraAdapter(decoder.config, 2, 0))
+        outputs = Trainer(decoder).forward_backward(adapter, data, True).loss_fn_outputs
+        results.append(np.concatenate([output["logprobs"].to_numpy() for output in outputs]))
+        gradients.append(torch.cat([gradient.flatten() for gradient in adapter.gradients().values()]))
+    assert np.abs(results[1] - results[0]).mean() <= 0.05
+    assert torch.cosine_similarity(*gradients, dim=0) >= 0.99
 
 
 class FailingLoss:
