@@ -18,19 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tinsmith.engine.models.config import ModelConfig
+from tinsmith.engine.models.config import FUSED_GROUPS, GROUPS, LM_HEAD, ModelConfig
 from tinsmith.errors import InvalidInputError
 
 DEFAULT_ALPHA = 32.0
 MAX_RANK = 512
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "output": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
 ATTENTION, MLP = ("qkv", "output"), ("gate_up", "down")
-LM_HEAD = "lm_head"
+"""The groups of linears (`models/config`) that `train_attn` and `train_mlp` mean."""
 PEFT_PREFIX = "base_model.model."
 """What PEFT puts before the paths of modules."""
 
@@ -204,10 +198,6 @@ def group_keys(config: ModelConfig, train_attn: bool, train_mlp: bool, train_une
     return [*keys, (None, LM_HEAD)] if train_unembed else keys
 
 
-def modules_of(group: str) -> tuple[str, ...]:
-    return GROUPS.get(group, (LM_HEAD,))
-
-
 def group_specs(
     model: ModelConfig | ModuleLayout, train_attn: bool, train_mlp: bool, train_unembed: bool
 ) -> tuple[GroupSpec, ...]:
@@ -218,17 +208,20 @@ def group_specs(
 
 
 def _spec(config: ModelConfig, key: GroupKey) -> GroupSpec:
-    modules = modules_of(key[1])
+    modules = config.modules(key[1])
     shapes = [config.module_shape(module) for module in modules]
     names = tuple(peft_name(key[0], module) for module in modules)
     return GroupSpec(key, modules, names, shapes[0][1], tuple(outputs for outputs, _ in shapes))
+
+
+_MLP_MODULES = frozenset(module for groups in (GROUPS, FUSED_GROUPS) for group in MLP for module in groups[group])
 
 
 def peft_name(layer: int | None, module: str) -> str:
     """Return the module's path in a PEFT checkpoint."""
     if layer is None:
         return f"{PEFT_PREFIX}{module}"
-    block = "mlp" if module in ("gate_proj", "up_proj", "down_proj") else "self_attn"
+    block = "mlp" if module in _MLP_MODULES else "self_attn"
     return f"{PEFT_PREFIX}model.layers.{layer}.{block}.{module}"
 
 

@@ -25,8 +25,8 @@ from tinsmith.engine.checkpoints.format import ADAPTER, ADAPTER_CONFIG, Checkpoi
 from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models import sources
 from tinsmith.engine.models.attention import PackedAttention
-from tinsmith.engine.models.config import ARCHITECTURES
 from tinsmith.engine.models.decoder import Decoder
+from tinsmith.engine.models.families import ARCHITECTURES
 from tinsmith.engine.models.gguf_to_hf import convert_gguf
 from tinsmith.engine.models.gguf_write import check_gguf, write_gguf
 from tinsmith.engine.models.load import load_model

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from tinsmith.engine.models.config import ARCHITECTURES, config_from_hf, token_ids
+from tinsmith.engine.models.families import ARCHITECTURES, config_from_hf, token_ids
 from tinsmith.engine.models.hf_directory import read_values
 from tinsmith.errors import InvalidInputError
 

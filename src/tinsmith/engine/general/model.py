@@ -25,7 +25,8 @@ from torch.nn.functional import linear
 from tinsmith.engine.cpu.linear import PlainProduct
 from tinsmith.engine.general.architecture import GeneralConfig, parameter_count, transformers_version
 from tinsmith.engine.general.modules import AdaptedModules, find_modules, linears, shape_of
-from tinsmith.engine.lora import LM_HEAD, LoraAdapter, with_lora
+from tinsmith.engine.lora import LoraAdapter, with_lora
+from tinsmith.engine.models.config import LM_HEAD
 from tinsmith.engine.models.decoder import Adapter, Linear
 from tinsmith.engine.models.load import check_free
 from tinsmith.errors import InvalidInputError, TinkerError
@@ -133,6 +134,10 @@ class GeneralModel:
         """Return logits_TV in float32 from the hidden states of a model with a plain head."""
         logits_TV = linear(hidden_TD, self._head.weight).float()
         return logits_TV if adapter is None else adapter.apply(None, LM_HEAD, hidden_TD, logits_TV)
+
+    def slopes(self, logits_TV: torch.Tensor) -> float:
+        """Return 1: the logits of a plain head are the product, and others are not computed here."""
+        return 1.0
 
     @property
     def _base(self) -> Any:

@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from tinsmith.engine.lora import LM_HEAD, PEFT_PREFIX, GroupSpec
+from tinsmith.engine.lora import PEFT_PREFIX, GroupSpec
+from tinsmith.engine.models.config import LM_HEAD
 from tinsmith.errors import InvalidInputError
 
 MLP_PARTS = re.compile(r"mlp|ffn|feed_?forward|expert|moe|\Aff\Z|\Afc\d?\Z|\Afc_|channel_mix", re.IGNORECASE)

@@ -13,7 +13,8 @@ from collections.abc import Generator, Sequence
 import torch
 
 from tinsmith.engine.general.model import ActiveAdapter, GeneralModel, pairs_of
-from tinsmith.engine.lora import LM_HEAD, LoraAdapter, LoraGroups
+from tinsmith.engine.lora import LoraAdapter, LoraGroups
+from tinsmith.engine.models.config import LM_HEAD
 from tinsmith.engine.training.unembedding import Unembedding, logits_gradient_
 
 ONE_DATUM = 1
@@ -94,6 +95,7 @@ class OwnLogits(Unembedding):
         exponentials_NV: torch.Tensor,
         sum_N1: torch.Tensor,
         gradient_NK: torch.Tensor,
+        slopes_NV: torch.Tensor | float,
         grads: LoraGroups | None,
     ) -> torch.Tensor:
         return logits_gradient_(exponentials_NV, sum_N1, targets_NK, gradient_NK)

@@ -12,8 +12,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from tinsmith.engine.cpu.formats import FORMATS, PLAIN, Format
-from tinsmith.engine.models.config import ModelConfig, config_from_hf
+from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.models.decoder import weight_shapes
+from tinsmith.engine.models.families import config_from_hf
 from tinsmith.errors import InvalidInputError
 
 SINGLE = "model.safetensors"

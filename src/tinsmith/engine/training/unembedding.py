@@ -15,7 +15,8 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from tinsmith.engine.lora import LM_HEAD, LoraAdapter, LoraGroups
+from tinsmith.engine.lora import LoraAdapter, LoraGroups
+from tinsmith.engine.models.config import LM_HEAD
 from tinsmith.engine.models.decoder import Adapter, Linear
 
 CHUNK_BYTES = 24 * 2**20
@@ -36,6 +37,9 @@ class Unembedder(Protocol):
     def unembedding(self) -> Linear: ...
 
     def logits(self, hidden_TD: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor: ...
+
+    def slopes(self, logits_TV: torch.Tensor) -> torch.Tensor | float:
+        """Return the derivative of `logits` by what the product with the matrix returned."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Unembedding:
             rows = slice(start, min(start + chunk, len(hidden_TD)))
             hidden_ND, targets_NK = hidden_TD[rows], targets_TK[rows]
             logits_NV = self._logits(hidden_ND)
+            slopes_NV = self.decoder.slopes(logits_NV)
             logprobs_NK, sum_N1 = _exponentials_(logits_NV, targets_NK)
             logprobs_TK[rows] = logprobs_NK
             gradient_NK = gradient_of(rows, logprobs_NK)
@@ -79,7 +84,8 @@ class Unembedding:
                 continue
             if hidden_grad_TD is None:
                 hidden_grad_TD = torch.zeros_like(hidden_TD)
-            hidden_grad_TD[rows] = self._chunk_backward(hidden_ND, targets_NK, logits_NV, sum_N1, gradient_NK, grads)
+            chunk_rows = hidden_ND, targets_NK, logits_NV, sum_N1, gradient_NK
+            hidden_grad_TD[rows] = self._chunk_backward(*chunk_rows, slopes_NV, grads)
         return logprobs_TK, hidden_grad_TD
 
     def backward(
@@ -107,15 +113,17 @@ class Unembedding:
         exponentials_NV: torch.Tensor,
         sum_N1: torch.Tensor,
         gradient_NK: torch.Tensor,
+        slopes_NV: torch.Tensor | float,
         grads: LoraGroups | None,
     ) -> torch.Tensor:
         """Return the gradient of a chunk's hidden states; overwrites the exponentials."""
         rows = hidden_ND, targets_NK, exponentials_NV, sum_N1, gradient_NK
         active_M = gradient_NK.ne(0).any(dim=1).nonzero().squeeze(1)
         if len(active_M) == len(hidden_ND):
-            return self._rows_backward(*rows, grads)
+            return self._rows_backward(*rows, slopes_NV, grads)
         hidden_MD, targets_MK, exponentials_MV, sum_M1, gradient_MK = (tensor[active_M] for tensor in rows)
-        part_MD = self._rows_backward(hidden_MD, targets_MK, exponentials_MV, sum_M1, gradient_MK, grads)
+        slopes_MV = slopes_NV if isinstance(slopes_NV, float) else slopes_NV[active_M]
+        part_MD = self._rows_backward(hidden_MD, targets_MK, exponentials_MV, sum_M1, gradient_MK, slopes_MV, grads)
         return torch.zeros_like(hidden_ND).index_copy_(0, active_M, part_MD)
 
     def _rows_backward(
@@ -125,9 +133,12 @@ class Unembedding:
         exponentials_NV: torch.Tensor,
         sum_N1: torch.Tensor,
         gradient_NK: torch.Tensor,
+        slopes_NV: torch.Tensor | float,
         grads: LoraGroups | None,
     ) -> torch.Tensor:
         logits_grad_NV = logits_gradient_(exponentials_NV, sum_N1, targets_NK, gradient_NK)
+        if not isinstance(slopes_NV, float) or slopes_NV != 1.0:
+            logits_grad_NV.mul_(slopes_NV)
         hidden_grad_ND = self.decoder.unembedding.back(logits_grad_NV.to(hidden_ND.dtype))
         group = self.adapter.groups.get((None, LM_HEAD)) if self.adapter is not None else None
         if group is None or self.adapter is None or grads is None:

@@ -6,6 +6,7 @@ every kernel of its half once. `cpu/compile` starts both.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -24,7 +25,7 @@ from tinsmith.engine.training.row_ops import compile_rows
 
 def use_sampling() -> None:
     """Use each kernel of sampling once. They are the same for all models."""
-    config = _smallest(8)
+    config = dataclasses.replace(_smallest(8), logit_softcap=1.0)
     shapes = weight_shapes(config)
     decoder = build_decoder(config, lambda name: torch.zeros(shapes[name]))
     fused = FusedDecoder(decoder)

@@ -16,8 +16,9 @@ from support.tiny_sampler import finish, job, make_sampler, prompt, trained
 from tinsmith.engine.cpu.formats import FORMATS, Format, Weights, format_of, widened
 from tinsmith.engine.cpu.linear import can_compile, can_pack
 from tinsmith.engine.lora import LoraAdapter
-from tinsmith.engine.models.config import ModelConfig, config_from_hf
+from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.models.decoder import Decoder, build_decoder, weight_shapes
+from tinsmith.engine.models.families import config_from_hf
 from tinsmith.engine.models.load import memory_needed
 from tinsmith.engine.models.tiny import FAMILIES, SIZES
 from tinsmith.engine.training.trainer import Trainer
