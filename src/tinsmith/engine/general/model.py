@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Pairs: TypeAlias = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """A and B by the key of their module."""
 
-TRIAL_TOKENS, TRIAL_PREFIX = 8, 5
+TRIAL_TOKENS, TRIAL_PREFIX, LONGER_TRIAL = 8, 5, 64
 TOLERANCE = 2e-4
 """Largest difference, relative to the largest output, between two ways to compute the same in float32."""
 COARSE_TOLERANCE = 5e-2
@@ -259,11 +259,17 @@ class GeneralModel:
                 logger.info("the cache of %s does not work: %s", self.config.architecture, error)
                 continue
             if cache is not None and self._is_close(torch.cat(parts), whole_TY):
-                grown = tensor_bytes(cache) - first_bytes
-                self.cache_token_bytes = math.ceil(grown / (len(tokens_T) - TRIAL_PREFIX))
-                self.cache_fixed_bytes = max(first_bytes - TRIAL_PREFIX * self.cache_token_bytes, 0)
+                self._measure_cache(first_bytes)
                 return name
         return None
+
+    def _measure_cache(self, first_bytes: int) -> None:
+        """Measure how the cache grows from that of the trial's prefix to that of a longer sequence."""
+        count = min(LONGER_TRIAL, self.config.max_context_length)
+        _, cache = self.forward(torch.arange(count, device=self.device) % self.vocab_size, is_cached=True)
+        longer_bytes = tensor_bytes(cache)
+        self.cache_token_bytes = max(math.ceil((longer_bytes - first_bytes) / (count - TRIAL_PREFIX)), 0)
+        self.cache_fixed_bytes = max(longer_bytes - count * self.cache_token_bytes, 0)
 
     def _is_close(self, found_TY: torch.Tensor, wanted_TY: torch.Tensor) -> bool:
         limit = TOLERANCE if self.dtype == torch.float32 else COARSE_TOLERANCE

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from support.general_models import adapter_of, load_general, make_general
 
 from tinsmith.engine.checkpoints import export
 from tinsmith.engine.checkpoints.export import base_directory, export_gguf, export_merged, export_peft
@@ -201,3 +202,19 @@ def test_the_base_is_what_is_named_or_what_the_checkpoint_names(tmp_path: Path) 
     assert torch.equal(*read)
     with pytest.raises(TinkerError, match="merging needs the base model: 'tiny' is neither"):
         base_directory(None, saved, tmp_path, tmp_path / "scratch")
+
+
+def test_a_model_that_runs_through_transformers_is_exported_for_peft_only(tmp_path: Path) -> None:
+    base = make_general(tmp_path / "base", "gpt2")
+    adapter = adapter_of(load_general(base), rank=RANK)
+    info = CheckpointInfo(base_model="tiny", rank=RANK, alpha=32.0)
+    write_checkpoint(tmp_path / "checkpoint", info, adapter.parameters())
+    assert export_peft(tmp_path / "checkpoint", tmp_path / "peft")["tensors_compared"] == len(adapter.parameters())
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert "transformer.h.0.attn.c_proj" in config["target_modules"]  # `c_proj` alone would also name the MLP's
+    with pytest.raises(InvalidInputError, match="architecture GPT2LMHeadModel cannot be merged or written as GGUF"):
+        export_merged(tmp_path / "checkpoint", base, tmp_path / "merged")
+    with pytest.raises(InvalidInputError, match="architecture GPT2LMHeadModel cannot be merged or written as GGUF"):
+        export_gguf(tmp_path / "checkpoint", base, tmp_path / "out.gguf", tmp_path / "scratch", "f32")
+    assert not (tmp_path / "merged").exists()
+    assert not (tmp_path / "out.gguf").exists()

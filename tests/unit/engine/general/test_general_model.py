@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,7 @@ def test_code_in_a_repository_is_never_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert "never run" in refusal(tmp_path)
     assert not marker.exists()
+    assert os.environ["USE_HUB_KERNELS"] == "NO"
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
