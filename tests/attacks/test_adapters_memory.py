@@ -15,7 +15,7 @@ from support.tiny_engine import NAME, bodies, executor, sampled, torch_as_it_was
 from tinsmith.engine.eviction import Held, to_evict
 from tinsmith.engine.ipc import Failed, Finished
 from tinsmith.engine.lora import LoraAdapter
-from tinsmith.engine.models.config import config_from_hf
+from tinsmith.engine.models.families import config_from_hf
 from tinsmith.engine.models.tiny import FAMILIES, SIZES
 from tinsmith.engine.protocol import LoraSpec, Sample
 from tinsmith.engine.sampling.decoder import FrozenAdapter

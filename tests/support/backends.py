@@ -118,8 +118,16 @@ def torch_harness(directory: Path) -> ProcessHarness:
     )
 
 
+def general_harness(directory: Path) -> Harness:
+    from support.general_models import general_spec
+
+    kinds = {"tiny/gpt2": "gpt2", "tiny/neox": "gpt_neox"}
+    return ProcessHarness(*(general_spec(name, directory, kind) for name, kind in kinds.items()))
+
+
 HARNESSES: dict[str, Callable[[Path], Harness]] = {
     "memory": MemoryHarness,
     "process": process_harness,
     "torch": torch_harness,
+    "transformers": general_harness,
 }

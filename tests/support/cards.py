@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tinsmith.engine.models.config import config_from_hf
+from tinsmith.engine.models.families import config_from_hf
 from tinsmith.engine.protocol import ModelCard
 from tinsmith.errors import InvalidInputError
 

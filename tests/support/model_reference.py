@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tinsmith.engine.lora import LoraAdapter, peft_name
 from tinsmith.engine.models.attention import frequencies
-from tinsmith.engine.models.config import ModelConfig
+from tinsmith.engine.models.config import ModelConfig, RopeConfig
 from tinsmith.engine.models.hf_directory import read_config
 
 
@@ -34,19 +34,34 @@ class Reference:
 
     def logprobs(self, tokens: Tensor) -> Tensor:
         """[N, V], differentiable in the parameters."""
-        return torch.log_softmax(self._linear(None, "lm_head", self.hidden(tokens)), dim=-1)
+        logits = self._linear(None, "lm_head", self.hidden(tokens)) * self.config.logit_scale
+        return torch.log_softmax(_bounded(logits, self.config.logit_softcap), dim=-1)
 
     def hidden(self, tokens: Tensor) -> Tensor:
-        x = self.weights["model.embed_tokens.weight"][tokens]
-        for layer in range(self.config.num_layers):
+        config = self.config
+        x = self.weights["model.embed_tokens.weight"][tokens] * config.embedding_scale
+        before, after = config.has_input_norms, config.has_output_norms
+        for layer in range(config.num_layers):
             prefix = f"model.layers.{layer}"
-            x = x + self._attention(layer, self._norm(x, f"{prefix}.input_layernorm.weight"))
-            normed = self._norm(x, f"{prefix}.post_attention_layernorm.weight")
-            gate = self._linear(layer, "gate_proj", normed)
-            x = x + self._linear(
-                layer, "down_proj", gate * torch.sigmoid(gate) * self._linear(layer, "up_proj", normed)
-            )
+            added = self._attention(layer, self._norm(x, f"{prefix}.input_layernorm.weight") if before else x)
+            added = self._norm(added, f"{prefix}.post_attention_layernorm.weight") if after else added
+            x = x + config.residual_scale * added
+            name = "pre_feedforward" if after else "post_attention"
+            added = self._mlp(layer, self._norm(x, f"{prefix}.{name}_layernorm.weight") if before else x)
+            added = self._norm(added, f"{prefix}.post_feedforward_layernorm.weight") if after else added
+            x = x + config.residual_scale * added
         return self._norm(x, "model.norm.weight")
+
+    def _mlp(self, layer: int, x: Tensor) -> Tensor:
+        if self.config.has_fused_linears:
+            gate, up = self._linear(layer, "gate_up_proj", x).chunk(2, -1)
+        else:
+            gate, up = (self._linear(layer, module, x) for module in ("gate_proj", "up_proj"))
+        if self.config.activation == "silu":
+            active = gate * torch.sigmoid(gate)
+        else:
+            active = gate / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)))
+        return self._linear(layer, "down_proj", active * up)
 
     def gradients(self, loss: Tensor) -> dict[str, Tensor]:
         """dloss/dparameter by name; zeros where the loss does not depend on it."""
@@ -55,7 +70,8 @@ class Reference:
         return {name: torch.zeros_like(leaf) if grad is None else grad for (name, leaf), grad in pairs}
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.config.norm_eps) * self.weights[name]
+        weight = self.weights[name] + (1 if self.config.has_offset_norms else 0)
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + self.config.norm_eps) * weight
 
     def _linear(self, layer: int | None, module: str, x: Tensor) -> Tensor:
         path = peft_name(layer, module).removeprefix("base_model.model.")
@@ -71,29 +87,44 @@ class Reference:
 
     def _attention(self, layer: int, x: Tensor) -> Tensor:
         config, length = self.config, len(x)
-        q = self._linear(layer, "q_proj", x).view(length, config.num_heads, config.head_dim)
-        k = self._linear(layer, "k_proj", x).view(length, config.num_kv_heads, config.head_dim)
-        v = self._linear(layer, "v_proj", x).view(length, config.num_kv_heads, config.head_dim)
-        if config.has_qk_norm:
-            q = self._norm(q, f"model.layers.{layer}.self_attn.q_norm.weight")
-            k = self._norm(k, f"model.layers.{layer}.self_attn.k_norm.weight")
-        if config.has_rope(layer):
-            q, k = self._rotated(q), self._rotated(k)
+        if config.has_fused_linears:
+            sizes = [config.query_size, config.kv_size, config.kv_size]
+            q, k, v = self._linear(layer, "qkv_proj", x).split(sizes, -1)
+        else:
+            q, k, v = (self._linear(layer, module, x) for module in ("q_proj", "k_proj", "v_proj"))
+        if config.is_qk_norm_wide:
+            q, k = self._head_norms(layer, q, k)
+        q, k, v = (part.reshape(length, -1, config.head_dim) for part in (q, k, v))
+        if config.has_qk_norm and not config.is_qk_norm_wide:
+            q, k = self._head_norms(layer, q, k)
+        rope = config.rope_index(layer)
+        if rope is not None:
+            q, k = self._rotated(q, config.ropes[rope]), self._rotated(k, config.ropes[rope])
         outputs = []
         for head in range(config.num_heads):
             shared = head * config.num_kv_heads // config.num_heads
-            scores = q[:, head] @ k[:, shared].T / config.head_dim**0.5
+            scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+            scores = _bounded(q[:, head] @ k[:, shared].T * scale, config.attention_softcap)
             distance = torch.arange(length)[:, None] - torch.arange(length)[None, :]
             hidden = (distance < 0) | (distance >= (config.sliding_window(layer) or length))
             outputs.append(torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ v[:, shared])
         return self._linear(layer, "o_proj", torch.cat(outputs, dim=-1))
 
-    def _rotated(self, x: Tensor) -> Tensor:
-        per_position, scale = frequencies(self.config.rope, self.config.head_dim)
+    def _head_norms(self, layer: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        prefix = f"model.layers.{layer}.self_attn"
+        return self._norm(q, f"{prefix}.q_norm.weight"), self._norm(k, f"{prefix}.k_norm.weight")
+
+    def _rotated(self, x: Tensor, rope: RopeConfig) -> Tensor:
+        per_position, scale = frequencies(rope, self.config.head_dim)
         angles = torch.arange(len(x))[:, None, None] * per_position.double()
         cos, sin = angles.cos() * scale, angles.sin() * scale
-        first, second = x.chunk(2, -1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+        pairs = len(per_position)
+        first, second, rest = x[..., :pairs], x[..., pairs : 2 * pairs], x[..., 2 * pairs :]
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+
+def _bounded(x: Tensor, cap: float) -> Tensor:
+    return cap * torch.tanh(x / cap) if cap else x
 
 
 def randomized(adapter: LoraAdapter, seed: int = 1, size: float = 0.5) -> LoraAdapter:

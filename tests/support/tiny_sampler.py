@@ -24,8 +24,8 @@ BLOCK = 16
 SAMPLING = set(SamplingParams.__struct_fields__)
 
 
-def load(directory: Path, **sizes: Any) -> tuple[Decoder, tuple[bytes, ...]]:
-    model = make_tiny(directory / "tiny", "smollm", num_attention_heads=6, num_key_value_heads=2, **sizes)
+def load(directory: Path, family: str = "smollm", **sizes: Any) -> tuple[Decoder, tuple[bytes, ...]]:
+    model = make_tiny(directory / "tiny", family, num_attention_heads=6, num_key_value_heads=2, **sizes)
     return load_model(model, cache_dir=directory).decoder, read_token_bytes(model / "tokenizer.json")
 
 

@@ -77,6 +77,7 @@ ROOMS: dict[str, list[set[str]]] = {
         {"lora"},
         {"checkpoints"},
         {"sampling", "training"},
+        {"general"},
         {"worker"},
         {"backend"},
     ],

@@ -10,26 +10,23 @@ Shapes: T tokens, D inputs, E outputs, R rank, G modules of a group.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from tinsmith.engine.models.config import ModelConfig
+from tinsmith.engine.models.config import FUSED_GROUPS, GROUPS, LM_HEAD, ModelConfig
 from tinsmith.errors import InvalidInputError
 
 DEFAULT_ALPHA = 32.0
 MAX_RANK = 512
-GROUPS: Mapping[str, tuple[str, ...]] = {
-    "qkv": ("q_proj", "k_proj", "v_proj"),
-    "output": ("o_proj",),
-    "gate_up": ("gate_proj", "up_proj"),
-    "down": ("down_proj",),
-}
 ATTENTION, MLP = ("qkv", "output"), ("gate_up", "down")
-LM_HEAD = "lm_head"
+"""The groups of linears (`models/config`) that `train_attn` and `train_mlp` mean."""
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the paths of modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +47,28 @@ class LoraGroup:
         return LoraGroup(self.modules, torch.zeros_like(self.A_GRD), tuple(zeros))
 
 
-LoraGroups = dict[tuple[int | None, str], LoraGroup]
+GroupKey: TypeAlias = tuple[int | None, str]
+LoraGroups = dict[GroupKey, LoraGroup]
 """Groups by layer and name; the unembedding's is (None, 'lm_head')."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """A group before it has numbers: its modules, their names in PEFT, and their shapes."""
+
+    key: GroupKey
+    modules: tuple[str, ...]
+    names: tuple[str, ...]
+    inputs: int
+    outputs: tuple[int, ...]
+
+
+class ModuleLayout(Protocol):
+    """Which linears of a base model an adapter covers, for models that no `ModelConfig` describes."""
+
+    def group_specs(self, train_attn: bool, train_mlp: bool, train_unembed: bool) -> Sequence[GroupSpec]:
+        """Return the groups in the order of the parameters; raise InvalidInputError if a switch covers nothing."""
+        ...
 
 
 class LoraAdapter:
@@ -63,7 +80,7 @@ class LoraAdapter:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelConfig | ModuleLayout,
         rank: int,
         seed: int,
         train_attn: bool = True,
@@ -83,6 +100,7 @@ class LoraAdapter:
         self.seed = seed
         self.train_attn, self.train_mlp, self.train_unembed = train_attn, train_mlp, train_unembed
         self.alpha = alpha
+        self._specs = group_specs(config, train_attn, train_mlp, train_unembed)
         self.groups = self._initial(torch.Generator().manual_seed(seed % 2**64), torch.device(device))
         self.grads: LoraGroups | None = None
         self._index()
@@ -96,20 +114,15 @@ class LoraAdapter:
         pair = self._pairs.get((layer, module))
         if pair is None:
             return y_TE
-        A_RD, B_ER = pair
-        dtype = y_TE.dtype
-        low_TR = linear(x_TD.to(dtype), A_RD.to(dtype))
-        if torch.is_grad_enabled() and (low_TR.requires_grad or B_ER.requires_grad or y_TE.requires_grad):
-            return torch.addmm(y_TE, low_TR, B_ER.t().to(dtype), alpha=self.scale)
-        return y_TE.addmm_(low_TR, B_ER.t().to(dtype), alpha=self.scale)
+        return with_lora(pair, self.scale, x_TD, y_TE)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return all parameters by their PEFT names, always in the same order, as views to change in place."""
-        return _named(self.groups)
+        return self._named(self.groups)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Return the accumulated gradients under the same names; zeros before the first backward pass."""
-        return _named(self._grad_buffers())
+        return self._named(self._grad_buffers())
 
     def accumulate(self, grads: LoraGroups) -> None:
         """Add a finished request's gradients."""
@@ -148,17 +161,22 @@ class LoraAdapter:
         return sum(parameter.numel() for parameter in self.parameters().values())
 
     def _initial(self, generator: torch.Generator, device: torch.device) -> LoraGroups:
-        keys = group_keys(self.config, self.train_attn, self.train_mlp, self.train_unembed)
-        return {key: self._new_group(modules_of(key[1]), generator, device) for key in keys}
+        return {spec.key: self._new_group(spec, generator, device) for spec in self._specs}
 
-    def _new_group(self, modules: tuple[str, ...], generator: torch.Generator, device: torch.device) -> LoraGroup:
-        inputs = self.config.module_shape(modules[0])[1]
-        A_GRD = torch.empty(len(modules) * self.rank, inputs)
-        A_GRD.uniform_(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=generator)
-        outputs = [self.config.module_shape(module)[0] for module in modules]
+    def _new_group(self, spec: GroupSpec, generator: torch.Generator, device: torch.device) -> LoraGroup:
+        A_GRD = torch.empty(len(spec.modules) * self.rank, spec.inputs)
+        A_GRD.uniform_(-1 / math.sqrt(spec.inputs), 1 / math.sqrt(spec.inputs), generator=generator)
         return LoraGroup(
-            modules, A_GRD.to(device), tuple(torch.zeros(rows, self.rank, device=device) for rows in outputs)
+            spec.modules, A_GRD.to(device), tuple(torch.zeros(rows, self.rank, device=device) for rows in spec.outputs)
         )
+
+    def _named(self, groups: LoraGroups) -> dict[str, torch.Tensor]:
+        named = {}
+        for spec in self._specs:
+            for i, name in enumerate(spec.names):
+                named[f"{name}.lora_A.weight"] = groups[spec.key].A_RD(i)
+                named[f"{name}.lora_B.weight"] = groups[spec.key].Bs_ER[i]
+        return named
 
     def _grad_buffers(self) -> LoraGroups:
         if self.grads is None:
@@ -173,35 +191,50 @@ class LoraAdapter:
         }
 
 
-def group_keys(
-    config: ModelConfig, train_attn: bool, train_mlp: bool, train_unembed: bool
-) -> list[tuple[int | None, str]]:
+def group_keys(config: ModelConfig, train_attn: bool, train_mlp: bool, train_unembed: bool) -> list[GroupKey]:
     """Return the groups of an adapter, in the order of its parameters."""
     names = (ATTENTION if train_attn else ()) + (MLP if train_mlp else ())
-    keys: list[tuple[int | None, str]] = [(layer, name) for layer in range(config.num_layers) for name in names]
+    keys: list[GroupKey] = [(layer, name) for layer in range(config.num_layers) for name in names]
     return [*keys, (None, LM_HEAD)] if train_unembed else keys
 
 
-def modules_of(group: str) -> tuple[str, ...]:
-    return GROUPS.get(group, (LM_HEAD,))
+def group_specs(
+    model: ModelConfig | ModuleLayout, train_attn: bool, train_mlp: bool, train_unembed: bool
+) -> tuple[GroupSpec, ...]:
+    """Return the groups of an adapter with these switches."""
+    if not isinstance(model, ModelConfig):
+        return tuple(model.group_specs(train_attn, train_mlp, train_unembed))
+    return tuple(_spec(model, key) for key in group_keys(model, train_attn, train_mlp, train_unembed))
 
 
-def _named(groups: LoraGroups) -> dict[str, torch.Tensor]:
-    named = {}
-    for (layer, _), group in groups.items():
-        for i, module in enumerate(group.modules):
-            prefix = peft_name(layer, module)
-            named[f"{prefix}.lora_A.weight"] = group.A_RD(i)
-            named[f"{prefix}.lora_B.weight"] = group.Bs_ER[i]
-    return named
+def _spec(config: ModelConfig, key: GroupKey) -> GroupSpec:
+    modules = config.modules(key[1])
+    shapes = [config.module_shape(module) for module in modules]
+    names = tuple(peft_name(key[0], module) for module in modules)
+    return GroupSpec(key, modules, names, shapes[0][1], tuple(outputs for outputs, _ in shapes))
+
+
+_MLP_MODULES = frozenset(module for groups in (GROUPS, FUSED_GROUPS) for group in MLP for module in groups[group])
 
 
 def peft_name(layer: int | None, module: str) -> str:
     """Return the module's path in a PEFT checkpoint."""
     if layer is None:
-        return f"base_model.model.{module}"
-    block = "mlp" if module in ("gate_proj", "up_proj", "down_proj") else "self_attn"
-    return f"base_model.model.model.layers.{layer}.{block}.{module}"
+        return f"{PEFT_PREFIX}{module}"
+    block = "mlp" if module in _MLP_MODULES else "self_attn"
+    return f"{PEFT_PREFIX}model.layers.{layer}.{block}.{module}"
+
+
+def with_lora(
+    pair: tuple[torch.Tensor, torch.Tensor], scale: float, x_TD: torch.Tensor, y_TE: torch.Tensor
+) -> torch.Tensor:
+    """Return y_TE + scale * (x_TD A^T) B^T for one A and B; computed in place unless autograd needs y_TE."""
+    A_RD, B_ER = pair
+    dtype = y_TE.dtype
+    low_TR = linear(x_TD.to(dtype), A_RD.to(dtype))
+    if torch.is_grad_enabled() and (low_TR.requires_grad or B_ER.requires_grad or y_TE.requires_grad):
+        return torch.addmm(y_TE, low_TR, B_ER.t().to(dtype), alpha=scale)
+    return y_TE.addmm_(low_TR, B_ER.t().to(dtype), alpha=scale)
 
 
 def is_finite(tensor: Tensor) -> bool:

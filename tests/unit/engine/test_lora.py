@@ -10,6 +10,8 @@ import torch
 from support.model_reference import randomized
 
 from tinsmith.engine.lora import LoraAdapter
+from tinsmith.engine.models.config import FUSED_GROUPS, GROUPS
+from tinsmith.engine.models.tiny import FAMILIES
 from tinsmith.errors import InvalidInputError
 
 PREFIX = "base_model.model.model.layers"
@@ -25,7 +27,8 @@ def test_names_and_shapes_are_pefts(tiny: Callable[..., Any]) -> None:
     assert len(shapes) == 2 * (2 * 7 + 1)
 
 
-def test_peft_makes_the_same_parameters(tiny: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_makes_the_same_parameters(family: str, tiny: Callable[..., Any]) -> None:
     import warnings
 
     with warnings.catch_warnings():
@@ -33,9 +36,10 @@ def test_peft_makes_the_same_parameters(tiny: Callable[..., Any]) -> None:
         import peft
         import transformers
 
-        made = tiny()
+        made = tiny(family)
         base = transformers.AutoModelForCausalLM.from_pretrained(made.directory, dtype=torch.float32)
-        modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+        groups = (FUSED_GROUPS if family == "phi3" else GROUPS).values()
+        modules = [*(module for group in groups for module in group), "lm_head"]
         model = peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules=modules))
         theirs = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     ours = LoraAdapter(made.decoder.config, 3, seed=0).parameters()

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from tinsmith.errors import TinkerError
+
+if TYPE_CHECKING:
+    from tinsmith.engine.general.architecture import GeneralConfig
+    from tinsmith.engine.models.config import ModelConfig
 
 
 class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,19 +32,24 @@ class PreparedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 def prepare(source: str, cache_dir: Path) -> PreparedModel:
     """Download and convert what is needed; everything is cached."""
+    from tinsmith.engine.general.architecture import general_config, parameter_count
     from tinsmith.engine.models import sources
     from tinsmith.engine.models.gguf_read import GgufFile
     from tinsmith.engine.models.hf_directory import SafetensorsDirectory
     from tinsmith.engine.models.load import gguf_tokenizer
     from tinsmith.engine.models.sources import default_model
 
+    config: ModelConfig | GeneralConfig
     path = default_model(cache_dir) if not source else Path(source)
     if path.is_file() and path.suffix == ".gguf":
         file = GgufFile(path)
         config, tokenizer = file.config, gguf_tokenizer(file, cache_dir)
     else:
         path = path if path.is_dir() else sources.fetch(source)
-        config, tokenizer = SafetensorsDirectory(path).config, path
+        general, tokenizer = general_config(path), path
+        config = SafetensorsDirectory(path).config if general is None else general
+        if general is not None:
+            parameter_count(path)  # reads the headers of all files
     if not (tokenizer / "tokenizer.json").exists():
         raise TinkerError(f"{tokenizer} has no tokenizer.json; save the model's tokenizer there")
     return PreparedModel(

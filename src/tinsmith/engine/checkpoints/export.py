@@ -26,6 +26,7 @@ from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models import sources
 from tinsmith.engine.models.attention import PackedAttention
 from tinsmith.engine.models.decoder import Decoder
+from tinsmith.engine.models.families import ARCHITECTURES
 from tinsmith.engine.models.gguf_to_hf import convert_gguf
 from tinsmith.engine.models.gguf_write import check_gguf, write_gguf
 from tinsmith.engine.models.load import load_model
@@ -181,6 +182,7 @@ def export_merged(checkpoint: Path, base: Path, out: Path, *, overwrite: bool = 
     """Export base and adapter as one directory; its logits must equal those of the two apart."""
     saved = read_checkpoint(checkpoint, with_optimizer=False)
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    _check_mergeable(config)
     with tempfile.TemporaryDirectory() as cache:
         loaded = load_model(base, cache_dir=Path(cache))
         adapter = _adapter(loaded.decoder, saved.info, saved.weights)
@@ -207,6 +209,16 @@ def export_merged(checkpoint: Path, base: Path, out: Path, *, overwrite: bool = 
             "A base in bfloat16 is too coarse to merge into: give a float32 copy with --base"
         )
     return {"max_logit_difference": difference, "max_change_by_adapter": changed, "base_model": saved.info.base_model}
+
+
+def _check_mergeable(config: Mapping[str, Any]) -> None:
+    names = config.get("architectures") or ["(none named)"]
+    if names[0] not in ARCHITECTURES:
+        raise InvalidInputError(
+            f"architecture {names[0]} cannot be merged or written as GGUF here (supported: "
+            f"{', '.join(sorted(ARCHITECTURES))}); export the adapter for PEFT, which can merge it",
+            field="architectures",
+        )
 
 
 def export_gguf(

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.checkpoints.durable_files import DISK, DurableDisk, whole_directory
-from tinsmith.engine.lora import is_finite
+from tinsmith.engine.lora import PEFT_PREFIX, is_finite
 from tinsmith.errors import DamagedCheckpointError, InvalidInputError, TinkerError
 
 FORMAT = 1
@@ -42,8 +43,8 @@ MAX_NAME = 200
 """Characters of a name that an error message shows."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Allowed formats of weights: they are converted to float32, which can represent all of their numbers."""
-PREFIX = "base_model.model."
-"""The prefix of module names in PEFT."""
+
+_USUAL_PATH = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+|lm_head")
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -189,7 +190,7 @@ def peft_config(info: CheckpointInfo, weights: Mapping[str, Tensor]) -> dict[str
         "r": info.rank,
         "lora_alpha": info.alpha,
         "lora_dropout": 0.0,
-        "target_modules": sorted({name.rpartition(".")[2] for name in adapted_modules(weights)}),
+        "target_modules": _target_modules(adapted_modules(weights)),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -199,17 +200,26 @@ def peft_config(info: CheckpointInfo, weights: Mapping[str, Tensor]) -> dict[str
     }
 
 
+def _target_modules(modules: Iterable[str]) -> list[str]:
+    """Return the names by which PEFT finds the modules: the last part of their paths, or the whole path in models where
+    that part may name other modules, too (GPT-2 has a `c_proj` in attention and MLP).
+    """
+    paths = sorted(modules)
+    is_usual = all(_USUAL_PATH.fullmatch(path) for path in paths)
+    return sorted({path.rpartition(".")[2] for path in paths}) if is_usual else paths
+
+
 def adapted_modules(weights: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return A and B of each module, by the module's name in the base model."""
     modules = {}
     for name, a_RD in weights.items():
-        if name.endswith(".lora_A.weight") and name.startswith(PREFIX):
+        if name.endswith(".lora_A.weight") and name.startswith(PEFT_PREFIX):
             b_ER = weights.get(name.replace(".lora_A.", ".lora_B."))
             if b_ER is None:
                 raise InvalidInputError(f"adapter weights: {name} has no matching lora_B")
-            modules[name.removeprefix(PREFIX).removesuffix(".lora_A.weight")] = (a_RD, b_ER)
+            modules[name.removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight")] = (a_RD, b_ER)
     if 2 * len(modules) != len(weights):
-        known = {f"{PREFIX}{module}.lora_{side}.weight" for module in modules for side in "AB"}
+        known = {f"{PEFT_PREFIX}{module}.lora_{side}.weight" for module in modules for side in "AB"}
         raise InvalidInputError(
             f"adapter weights: {sorted(set(weights) - known)[0][:MAX_NAME]!r} is not a name that PEFT uses"
         )

@@ -19,7 +19,8 @@ from tinsmith.engine.checkpoints.format import (
     adapted_modules,
     write_checkpoint,
 )
-from tinsmith.engine.lora import ATTENTION, GROUPS, LM_HEAD, MAX_RANK, MLP, LoraAdapter, is_finite
+from tinsmith.engine.lora import ATTENTION, MAX_RANK, MLP, LoraAdapter, is_finite
+from tinsmith.engine.models.config import FUSED_GROUPS, GROUPS, LM_HEAD
 from tinsmith.engine.models.hf_directory import read_config
 from tinsmith.errors import InvalidInputError
 
@@ -33,8 +34,12 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None),
 }
 """PEFT settings that change what an adapter computes, with the values at which they do not."""
-_ATTENTION = frozenset(module for group in ATTENTION for module in GROUPS[group])
-_MLP = frozenset(module for group in MLP for module in GROUPS[group])
+_ATTENTION, _MLP = (
+    tuple(frozenset(module for group in part for module in groups[group]) for groups in (GROUPS, FUSED_GROUPS))
+    for part in (ATTENTION, MLP)
+)
+"""The modules of each part of a layer: those of most models, and those of models with fused linears."""
+_FUSED_ONLY = frozenset(module for group in GROUPS for module in set(FUSED_GROUPS[group]) - set(GROUPS[group]))
 
 
 def as_checkpoint(
@@ -49,7 +54,7 @@ def as_checkpoint(
     config = _read_config(adapter)
     weights = _read_weights(adapter)
     modules = {name.rpartition(".")[2] for name in adapted_modules(weights)}
-    unknown = sorted(modules - _ATTENTION - _MLP - {LM_HEAD})
+    unknown = sorted(modules.difference(*_ATTENTION, *_MLP, (LM_HEAD,)))
     if unknown:
         raise InvalidInputError(f"{adapter}: the adapter changes {unknown[0]}, which the engine cannot adapt")
     name = base_model or config.get("base_model_name_or_path")
@@ -59,12 +64,13 @@ def as_checkpoint(
         base_model=str(name),
         rank=config["r"],
         alpha=_alpha(config),
-        train_attn=bool(modules & _ATTENTION),
-        train_mlp=bool(modules & _MLP),
+        train_attn=any(modules & part for part in _ATTENTION),
+        train_mlp=any(modules & part for part in _MLP),
         train_unembed=LM_HEAD in modules,
     )
-    whole = (_ATTENTION if info.train_attn else frozenset()) | (_MLP if info.train_mlp else frozenset())
-    missing = sorted(whole - modules) if base is None else []
+    is_fused = bool(modules & _FUSED_ONLY)
+    trained = [part[is_fused] for part, trains in ((_ATTENTION, info.train_attn), (_MLP, info.train_mlp)) if trains]
+    missing = sorted(frozenset().union(*trained) - modules) if base is None else []
     wanted = [f"{unsure}; name it with --model"] if unsure and base_model is None else []
     if missing:
         wanted.append(

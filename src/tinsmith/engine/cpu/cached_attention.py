@@ -16,14 +16,13 @@ the cache, S sequences, W blocks of the longest one, I pieces, R rows of a piece
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 from numba import njit, prange
 
-from tinsmith.engine.cpu.elementwise import FAST, Floats, Integers, compiled, exponential
+from tinsmith.engine.cpu.elementwise import FAST, Floats, Integers, compiled, exponential, hyperbolic_tangent
 from tinsmith.engine.cpu.tile import BYTES, LINE, make_product
 
 PIECE_TOKENS = 16
@@ -97,6 +96,12 @@ def _soften(scores_L: Floats) -> np.float32:
 
 
 @njit(fastmath=FAST, error_model="numpy")
+def _bound(scores_L: Floats, cap: np.float32) -> None:
+    for j in range(len(scores_L)):
+        scores_L[j] = cap * hyperbolic_tangent(scores_L[j] / cap)
+
+
+@njit(fastmath=FAST, error_model="numpy")
 def _attend_piece(
     head: int,
     row: int,
@@ -104,6 +109,8 @@ def _attend_piece(
     position: int,
     table_W: Integers,
     window: int,
+    softener: np.float32,
+    cap: np.float32,
     qkv_TE: Floats,
     keys_NKCB: Floats,
     values_NKBC: Floats,
@@ -112,7 +119,7 @@ def _attend_piece(
     """Compute the attention of one piece for the query heads of one key/value head."""
     kv_heads, C, B = keys_NKCB.shape[1], keys_NKCB.shape[2], keys_NKCB.shape[3]
     groups = out_TE.shape[1] // (kv_heads * C)
-    softener, size = np.float32(1 / math.sqrt(C)), C * B * BYTES
+    size = C * B * BYTES
     keys = np.int64(keys_NKCB.ctypes.data) + head * size
     values = np.int64(values_NKBC.ctypes.data) + head * size
     rows = count * groups
@@ -137,6 +144,8 @@ def _attend_piece(
         end = position + r // groups + 1
         first = max(0, end - window) if window else 0
         scores_RL[r, : first - low * B] = np.float32(0)
+        if cap > 0:
+            _bound(scores_RL[r, first - low * B : end - low * B], cap)
         share_R[r] = _soften(scores_RL[r, first - low * B : end - low * B])
         scores_RL[r, end - low * B :] = np.float32(0)
     for b in range(blocks):
@@ -159,14 +168,20 @@ def attend(
     owner_I: Integers,
     table_SW: Integers,
     window: int,
+    softener: np.float32,
+    cap: np.float32,
     keys_NKCB: Floats,
     values_NKBC: Floats,
     out_TE: Floats,
 ) -> None:
-    """Compute the attention of each row over its sequence, up to its own position. `window` 0: no limit."""
+    """Compute the attention of each row over its sequence, up to its own position.
+
+    Scores are multiplied by `softener` and bounded by `cap`. `window` 0: no limit; `cap` 0: no bound.
+    """
     kv_heads = keys_NKCB.shape[1]
     for item in prange(len(row_I) * kv_heads):
         i = item // kv_heads
         table_W = table_SW[owner_I[i]]
         piece = row_I[i], count_I[i], position_I[i]
-        _attend_piece(item % kv_heads, *piece, table_W, window, qkv_TE, keys_NKCB, values_NKBC, out_TE)
+        head, scores = item % kv_heads, (window, softener, cap)
+        _attend_piece(head, *piece, table_W, *scores, qkv_TE, keys_NKCB, values_NKBC, out_TE)

@@ -23,10 +23,12 @@ SOURCES = (
     "cached_attention.py",
     "draw.py",
     "elementwise.py",
+    "formats.py",
     "layers.py",
     "packed_attention.py",
     "product.py",
     "tile.py",
+    "widen.py",
 )
 """Files with kernels."""
 NOTE = "kernels.txt"

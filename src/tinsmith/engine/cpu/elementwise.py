@@ -7,8 +7,8 @@ machine, and caches them on disk.
 A row's result depends on that row and its position alone, in an order of sums that is the same in every batch: that is
 what makes a sample independent of what runs beside it. Everything is float32.
 
-Shapes: T rows, D hidden, E stacked outputs, H normed heads, K key/value heads, C head dim, F = C / 2, B block size,
-N blocks of the cache, I intermediate. The training loops use those of `training/row_ops`.
+Shapes: T rows, D hidden, E stacked outputs, H normed heads, K key/value heads, C head dim, F rotated pairs, B block
+size, N blocks of the cache, I intermediate. The training loops use those of `training/row_ops`.
 """
 
 from __future__ import annotations
@@ -72,6 +72,33 @@ def exponential(x: np.float32) -> np.float32:
     return value if x == x else x
 
 
+@njit(cache=True, fastmath={"contract", "nsz"}, error_model="numpy")
+def hyperbolic_tangent(x: np.float32) -> np.float32:
+    """Return tanh x with a relative error of at most 3e-7: near 0 by a polynomial (Cephes), else by e^2x."""
+    z = x * x
+    p = np.float32(-5.70498872745e-3)
+    p = p * z + np.float32(2.06390887954e-2)
+    p = p * z + np.float32(-5.37397155531e-2)
+    p = p * z + np.float32(1.33314422036e-1)
+    p = p * z + np.float32(-3.33332819422e-1)
+    near = p * z * x + x
+    far: np.float32 = np.float32(1) - np.float32(2) / (exponential(np.float32(2) * abs(x)) + np.float32(1))
+    if abs(x) < np.float32(0.625):
+        return near
+    return far if x > np.float32(0) else -far
+
+
+_GELU, _GELU_CUBE = np.float32(math.sqrt(2 / math.pi)), np.float32(0.044715)
+
+
+@njit(cache=True, fastmath={"contract", "nsz"}, error_model="numpy")
+def gelu_share(x: np.float32) -> np.float32:
+    """Return gelu(x) / x, with the tanh form of gelu: (1 + tanh u) / 2 = 1 / (1 + e^-2u)."""
+    u = _GELU * (x + _GELU_CUBE * x * x * x)
+    share: np.float32 = np.float32(1) / (np.float32(1) + exponential(np.float32(-2) * u))
+    return share
+
+
 GRAIN = 32768
 """Work on fewer numbers than this stays on one thread: on a busy machine, waiting for a second one takes longer."""
 
@@ -109,18 +136,61 @@ def scaled_by(x: np.float32, scale: np.float32, weight: np.float32) -> np.float3
 
 
 @compiled()
-def add_norm(x_TD: Floats, y_TD: Floats, weight_D: Floats, eps: np.float32, out_TD: Floats) -> None:
-    """Compute x += y and out = x / rms(x) * weight."""
+def add_norm(x_TD: Floats, y_TD: Floats, factor: np.float32, weight_D: Floats, eps: np.float32, out_TD: Floats) -> None:
+    """Compute x += factor * y and out = x / rms(x) * weight."""
     rows, width = x_TD.shape
     for t in prange(rows):
         total = np.float32(0)
         for d in range(width):
-            value = x_TD[t, d] + y_TD[t, d]
+            value = x_TD[t, d] + factor * y_TD[t, d]
             x_TD[t, d] = value
             total += value * value
         scale = np.float32(1) / math.sqrt(total / np.float32(width) + eps)
         for d in range(width):
             out_TD[t, d] = scaled_by(x_TD[t, d], scale, weight_D[d])
+
+
+@compiled()
+def add_only(x_TD: Floats, y_TD: Floats, factor: np.float32, out_TD: Floats) -> None:
+    """Compute x += factor * y and out = x, for models that have no norm there."""
+    rows, width = x_TD.shape
+    for t in prange(rows):
+        for d in range(width):
+            value = x_TD[t, d] + factor * y_TD[t, d]
+            x_TD[t, d] = value
+            out_TD[t, d] = value
+
+
+@compiled()
+def norm_runs(x_TE: Floats, start: int, weight_E: Floats, size: int, eps: np.float32) -> None:
+    """Normalise, in place, numbers from `start` on that have a weight: each run of `size` of them by itself."""
+    for t in prange(x_TE.shape[0]):
+        for first in range(0, len(weight_E), size):
+            total = np.float32(0)
+            for e in range(size):
+                total += x_TE[t, start + first + e] * x_TE[t, start + first + e]
+            scale = np.float32(1) / math.sqrt(total / np.float32(size) + eps)
+            for e in range(size):
+                x_TE[t, start + first + e] = scaled_by(x_TE[t, start + first + e], scale, weight_E[first + e])
+
+
+@compiled()
+def bound(x_TE: Floats, cap: np.float32) -> None:
+    """Compute x = cap * tanh(x / cap)."""
+    rows, width = x_TE.shape
+    for t in prange(rows):
+        for e in range(width):
+            x_TE[t, e] = cap * hyperbolic_tangent(x_TE[t, e] / cap)
+
+
+@compiled()
+def gate_gelu(gate_up_TE: Floats, out_TI: Floats) -> None:
+    """Compute gelu(first half) * second half, with the tanh form of gelu."""
+    rows, width = out_TI.shape
+    for t in prange(rows):
+        for i in range(width):
+            value = gate_up_TE[t, i]
+            out_TI[t, i] = value * gelu_share(value) * gate_up_TE[t, width + i]
 
 
 @compiled()
@@ -149,7 +219,7 @@ def turn_and_keep(
 ) -> None:
     """Normalise (if there are head norms) and rotate queries and keys in place; copy keys and values to the cache."""
     kv_heads, head_dim = keys_NKCB.shape[1], keys_NKCB.shape[2]
-    half = head_dim // 2
+    half = cos_TF.shape[1]
     turned = heads + kv_heads
     for t in prange(qkv_TE.shape[0]):
         for h in range(turned):
@@ -224,16 +294,32 @@ def gate_back(active_grad_TI: Floats, gate_up_TE: Floats, out_TE: Floats) -> Non
 
 
 @compiled()
+def gate_gelu_back(active_grad_TI: Floats, gate_up_TE: Floats, out_TE: Floats) -> None:
+    """Compute the gradient of both halves of gate_up, given that of gelu(gate) * up."""
+    rows, width = active_grad_TI.shape
+    one, two, three = np.float32(1), np.float32(2), np.float32(3)
+    for t in prange(rows):
+        for i in range(width):
+            value, grad = gate_up_TE[t, i], active_grad_TI[t, i]
+            share = gelu_share(value)
+            slope = two * _GELU * (one + three * _GELU_CUBE * value * value)
+            out_TE[t, i] = grad * gate_up_TE[t, width + i] * (share * (one + value * slope * (one - share)))
+            out_TE[t, width + i] = grad * (value * share)
+
+
+@compiled()
 def turn(x_THC: Floats, heads: int, cos_T1F: Floats, sin_T1F: Floats, out_THC: Floats) -> None:
-    """Rotate the two halves of each of the first `heads` heads against each other by their token's angles."""
+    """Rotate the first F numbers of each of the first `heads` heads against the next F by their token's angles."""
     rows, all_heads, head_dim = x_THC.shape
-    half = head_dim // 2
+    half = cos_T1F.shape[2]
     for t in prange(rows):
         for h in range(heads):
             for f in range(half):
                 first, second = x_THC[t, h, f], x_THC[t, h, half + f]
                 out_THC[t, h, f] = first * cos_T1F[t, 0, f] - second * sin_T1F[t, 0, f]
                 out_THC[t, h, half + f] = second * cos_T1F[t, 0, f] + first * sin_T1F[t, 0, f]
+            for c in range(2 * half, head_dim):
+                out_THC[t, h, c] = x_THC[t, h, c]
         for h in range(heads, all_heads):
             for c in range(head_dim):
                 out_THC[t, h, c] = x_THC[t, h, c]

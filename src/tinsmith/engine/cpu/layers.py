@@ -4,7 +4,7 @@ A step for a few tokens takes a few milliseconds, of which hundreds of calls fro
 is four parts, each of which ends with a product; the adapters add theirs to the rows that they belong to. For each
 kernel, `_share` chooses one thread or all of them by the amount of work.
 
-Shapes: as in `elementwise` and `cached_attention`. A is 2: angles of no rotation, and those of the positions. L layers,
+Shapes: as in `elementwise` and `cached_attention`. A kinds of angles: those of no rotation, then the model's. L layers,
 P parts, M runs of rows with an adapter, R columns of all its modules in a part.
 """
 
@@ -19,7 +19,17 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tinsmith.engine.cpu.cached_attention import attend
-from tinsmith.engine.cpu.elementwise import GRAIN, Floats, Integers, add_norm, gate, turn_and_keep
+from tinsmith.engine.cpu.elementwise import (
+    GRAIN,
+    Floats,
+    Integers,
+    add_norm,
+    add_only,
+    gate,
+    gate_gelu,
+    norm_runs,
+    turn_and_keep,
+)
 from tinsmith.engine.cpu.product import multiply
 
 GROUPS = ("qkv", "output", "gate_up", "down")
@@ -35,9 +45,20 @@ class Weights(NamedTuple):
     biases_LE: tuple[Floats, Floats, Floats, Floats]
     """Added to the results of each part; no rows if there is no bias."""
     input_norm_LD: Floats
+    """Here and below, a norm that the model does not have has no columns (or no heads)."""
+    output_norm_LD: Floats
     mlp_norm_LD: Floats
+    down_norm_LD: Floats
     head_norm_LHC: Floats
+    query_norm_LE: Floats
+    """Norms over all query heads together; over all key heads together."""
+    key_norm_LE: Floats
     eps: np.float32
+    residual_scale: np.float32
+    score_scale: np.float32
+    score_cap: np.float32
+    """0: none."""
+    has_gelu: int
     window_L: Integers
     """How many positions a layer looks back; 0: all."""
     turns_L: Integers
@@ -137,16 +158,29 @@ def _product(
 
 
 @njit(cache=True)
+def _add_norm(to: Buffers, weights: Weights, weight_D: Floats) -> None:
+    """Add the last result to the residual, and prepare what the next product reads."""
+    if len(weight_D):
+        add_norm(to.x_TD, to.y_TD, weights.residual_scale, weight_D, weights.eps, to.normed_TD)
+    else:
+        add_only(to.x_TD, to.y_TD, weights.residual_scale, to.normed_TD)
+
+
+@njit(cache=True)
 def run_layers(weights: Weights, step: StepRows, adapted: Adapted, to: Buffers) -> None:
     """Run all layers. What the last one adds to x_TD is left in y_TD."""
     threads, eps = step.threads, weights.eps
     for layer in range(len(weights.products_LP)):
         _share(to.x_TD.size, threads)
-        add_norm(to.x_TD, to.y_TD, weights.input_norm_LD[layer], eps, to.normed_TD)
+        _add_norm(to, weights, weights.input_norm_LD[layer])
         _product(to.normed_TD, layer, 0, weights, adapted, weights.biases_LE[0], to.qkv_TE, threads)
         keys_NKCB, values_NKBC, turns = to.keys_LNKCB[layer], to.values_LNKBC[layer], weights.turns_L[layer]
         heads = to.attended_TE.shape[1] // keys_NKCB.shape[2]
         _share(to.qkv_TE.size, threads)
+        wide = len(weights.query_norm_LE[layer])
+        if wide:
+            norm_runs(to.qkv_TE, 0, weights.query_norm_LE[layer], wide, eps)
+            norm_runs(to.qkv_TE, wide, weights.key_norm_LE[layer], weights.key_norm_LE.shape[1], eps)
         turn_and_keep(
             to.qkv_TE,
             heads,
@@ -168,14 +202,24 @@ def run_layers(weights: Weights, step: StepRows, adapted: Adapted, to: Buffers) 
             step.owner_I,
             step.table_SW,
             weights.window_L[layer],
+            weights.score_scale,
+            weights.score_cap,
             keys_NKCB,
             values_NKBC,
             to.attended_TE,
         )
         _product(to.attended_TE, layer, 1, weights, adapted, weights.biases_LE[1], to.y_TD, threads)
         _share(to.x_TD.size, threads)
-        add_norm(to.x_TD, to.y_TD, weights.mlp_norm_LD[layer], eps, to.normed_TD)
+        if weights.output_norm_LD.shape[1]:
+            norm_runs(to.y_TD, 0, weights.output_norm_LD[layer], weights.output_norm_LD.shape[1], eps)
+        _add_norm(to, weights, weights.mlp_norm_LD[layer])
         _product(to.normed_TD, layer, 2, weights, adapted, weights.biases_LE[2], to.gate_up_TE, threads)
         _share(to.active_TI.size, threads)
-        gate(to.gate_up_TE, to.active_TI)
+        if weights.has_gelu:
+            gate_gelu(to.gate_up_TE, to.active_TI)
+        else:
+            gate(to.gate_up_TE, to.active_TI)
         _product(to.active_TI, layer, 3, weights, adapted, weights.biases_LE[3], to.y_TD, threads)
+        if weights.down_norm_LD.shape[1]:
+            _share(to.x_TD.size, threads)
+            norm_runs(to.y_TD, 0, weights.down_norm_LD[layer], weights.down_norm_LD.shape[1], eps)

@@ -12,16 +12,45 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import embedding, linear
+
+from tinsmith.engine.cpu.formats import Weights, widened
 
 logger = logging.getLogger(__name__)
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Maps x_TD to y_TE = x_TD W^T + b."""
+
+
+class StoredProduct(Protocol):
+    """The products with one frozen matrix of a base model, forward and backward; it holds the weights."""
+
+    @property
+    def weight_ED(self) -> torch.Tensor:
+        """The weights in the number format of the products; it may be a copy."""
+        ...
+
+    @property
+    def bytes_by_format(self) -> Mapping[str, int]:
+        """Memory that the weights use, by the format in which they are kept."""
+        ...
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return y_TE = x W^T + b."""
+        ...
+
+    def back(self, g_TE: torch.Tensor) -> torch.Tensor:
+        """Return g W, the gradient of x for the gradient g of x W^T."""
+        ...
+
+    def rows(self, outputs_T: torch.Tensor) -> torch.Tensor:
+        """Return weights_TD of some outputs."""
+        ...
+
 
 _ROWS_HINT = 8
 """Number of rows that oneDNN chooses its layout for; with 1, a single row's result would differ from that of many."""
@@ -104,13 +133,46 @@ def kept_bytes(product: Product, weight_ED: torch.Tensor) -> int:
     return (rows * columns if is_packed else weight_ED.numel()) * weight_ED.element_size()
 
 
-def transposed_product(weight_ED: torch.Tensor) -> Product:
-    """Return the map of g_TE to g_TE W; on a CPU it holds its own copy of the weights."""
-    if not can_pack(weight_ED.device, weight_ED.dtype) or not can_compile():
-        return lambda g_TE: g_TE @ weight_ED
+def stored_product(
+    parts: Sequence[Weights], bias_E: torch.Tensor | None, device: torch.device, dtype: torch.dtype
+) -> StoredProduct:
+    """Return the products, on this device and in this number format, with matrices that stand below each other.
+
+    Compiled kernels keep weights in the format of their file; everything else converts them.
+    """
+    if product_kind(device, dtype) != "compiled":
+        weights = [widened(part).to(device, dtype) for part in parts]
+        return PlainProduct(weights[0] if len(weights) == 1 else torch.cat(weights), bias_E)
     from tinsmith.engine.cpu.product import PackedWeights
 
-    return PackedWeights(weight_ED.t())
+    return PackedWeights(parts, bias_E)
+
+
+class PlainProduct:
+    """Products with weights that torch or oneDNN multiplies."""
+
+    def __init__(self, weight_ED: torch.Tensor, bias_E: torch.Tensor | None) -> None:
+        self.weight_ED = weight_ED
+        self._bias_E = bias_E
+
+    @functools.cached_property
+    def _forward(self) -> Product:
+        return weight_product(self.weight_ED, self._bias_E)
+
+    @property
+    def bytes_by_format(self) -> dict[str, int]:
+        """Memory that the weights use, with oneDNN's copy."""
+        copies = 2 if can_pack(self.weight_ED.device, self.weight_ED.dtype) else 1
+        return {str(self.weight_ED.dtype).removeprefix("torch."): copies * self.weight_ED.nbytes}
+
+    def __call__(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self._forward(x_TD)
+
+    def back(self, g_TE: torch.Tensor) -> torch.Tensor:
+        return g_TE @ self.weight_ED
+
+    def rows(self, outputs_T: torch.Tensor) -> torch.Tensor:
+        return embedding(outputs_T, self.weight_ED)
 
 
 def onednn_linear(weight_ED: torch.Tensor, bias_E: torch.Tensor | None = None) -> Product:

@@ -24,7 +24,7 @@ import math
 import numpy as np
 from numba import njit, prange
 
-from tinsmith.engine.cpu.elementwise import FAST, Floats, Integers, compiled, exponential
+from tinsmith.engine.cpu.elementwise import FAST, Floats, Integers, compiled, exponential, hyperbolic_tangent
 from tinsmith.engine.cpu.product import LANES, PANEL
 from tinsmith.engine.cpu.tile import BYTES, make_strided_tile
 
@@ -74,6 +74,28 @@ def _clear(x_QM: Floats, row: int, left: int, right: int) -> None:
     n = np.uint64(row)
     for m in range(np.uint64(left), np.uint64(right)):
         x_QM[n, m] = np.float32(0)
+
+
+@njit(**_inner)
+def _bound(x_QM: Floats, row: int, left: int, right: int, cap: np.float32) -> None:
+    """Compute x = cap * tanh(x / cap)."""
+    n = np.uint64(row)
+    for m in range(np.uint64(left), np.uint64(right)):
+        x_QM[n, m] = cap * hyperbolic_tangent(x_QM[n, m] / cap)
+
+
+@njit(**_inner)
+def _bound_back(
+    scores_QM: Floats, grad_QM: Floats, row: int, left: int, right: int, along: np.float32, cap: np.float32
+) -> None:
+    """Subtract `along` from the gradient and multiply it by the derivative of the bound, given the bounded scores.
+
+    What is left for `_softmax_back` to do is the same with 0 for `along`.
+    """
+    n = np.uint64(row)
+    for m in range(np.uint64(left), np.uint64(right)):
+        share = scores_QM[n, m] / cap
+        grad_QM[n, m] = (grad_QM[n, m] - along) * (_ONE - share * share)
 
 
 @njit(**_inner)
@@ -203,14 +225,21 @@ def _new(rows: int, columns: int, depth: int) -> Floats:
 
 @njit(**_inner)
 def _forward(
-    qkv_TEC: Floats, start: int, length: int, h: int, window: int, out_THC: Floats, log_sum_TH: Floats
+    qkv_TEC: Floats,
+    start: int,
+    length: int,
+    h: int,
+    window: int,
+    softener: np.float32,
+    cap: np.float32,
+    out_THC: Floats,
+    log_sum_TH: Floats,
 ) -> None:
     """Compute one head of one sequence."""
     C, heads = out_THC.shape[2], out_THC.shape[1]
     kv_heads = (qkv_TEC.shape[1] - heads) // 2
     key = heads + h // (heads // kv_heads)
     M, ld, block = _whole(length, PANEL), _stride(length), min(BLOCK, _whole(length, ROWS))
-    softener = np.float32(1 / math.sqrt(C))
     keys_NCP, values_NMP = _new(M // PANEL, C, PANEL), _new(C // PANEL, M, PANEL)
     q_QC, out_QC, scores_QM = _new(1, block, C)[0], _new(1, block, C)[0], _new(1, block, ld)[0]
     _token_panels(qkv_TEC, key, start, length, keys_NCP)
@@ -223,6 +252,8 @@ def _forward(
         for n in range(count):
             right = first + n + 1
             left = max(low, right - window) if window else 0
+            if cap > 0:
+                _bound(scores_QM, n, left, right, cap)
             top = _largest(scores_QM, n, left, right)
             total = _exponentials(scores_QM, n, left, right, top)
             _scale(scores_QM, n, left, right, _ONE / total)
@@ -240,6 +271,8 @@ def _backward(
     length: int,
     h: int,
     window: int,
+    softener: np.float32,
+    cap: np.float32,
     out_THC: Floats,
     log_sum_TH: Floats,
     grad_THC: Floats,
@@ -256,7 +289,6 @@ def _backward(
     key = heads + h // (heads // kv_heads)
     M, ld, tall = _whole(length, PANEL), _stride(length), _whole(length, ROWS)
     block = min(BLOCK, tall)
-    softener = np.float32(1 / math.sqrt(C))
     keys_NCP, values_NCP, keys_NMP = _new(M // PANEL, C, PANEL), _new(M // PANEL, C, PANEL), _new(C // PANEL, M, PANEL)
     _token_panels(qkv_TEC, key, start, length, keys_NCP)
     _token_panels(qkv_TEC, key + kv_heads, start, length, values_NCP)
@@ -278,6 +310,10 @@ def _backward(
             right, stop = first + n + 1, first + n // ROWS * ROWS + ROWS
             left = max(low, right - window) if window else 0
             along = _dot(grad_QC, n, out_THC, token + n, h)
+            if cap > 0:
+                _bound(scores_QM, n, left, right, cap)
+                _bound_back(scores_QM, inner_QM, n, left, right, along, cap)
+                along = np.float32(0)
             _softmax_back(scores_QM, inner_QM, n, left, right, log_sum_TH[token + n, h], along)
             _clear(scores_QM, n, low, left)
             _clear(scores_QM, n, right, stop)
@@ -298,14 +334,17 @@ def attend(
     start_S: Integers,
     length_S: Integers,
     window: int,
+    softener: np.float32,
+    cap: np.float32,
     out_THC: Floats,
     log_sum_TH: Floats,
     grad_THC: Floats,
     grad_TEC: Floats,
     parts_PTHC: Floats,
 ) -> None:
-    """Compute attention within each sequence and the log of each row's sum. `window` 0: over all earlier keys.
+    """Compute attention within each sequence and the log of each row's sum.
 
+    Scores are multiplied by `softener` and bounded by `cap`. `window` 0: over all earlier keys; `cap` 0: no bound.
     With `is_back`, compute the gradients of the queries and each query head's part of those of keys and values;
     otherwise the last three arguments are ignored. Both share one function because each parallel function takes seconds
     to compile.
@@ -314,6 +353,7 @@ def attend(
         h, s = item // len(start_S), item % len(start_S)
         start, length = start_S[s], length_S[s]
         if is_back:
-            _backward(qkv_TEC, start, length, h, window, out_THC, log_sum_TH, grad_THC, grad_TEC, parts_PTHC)
+            grads = grad_THC, grad_TEC, parts_PTHC
+            _backward(qkv_TEC, start, length, h, window, softener, cap, out_THC, log_sum_TH, *grads)
         else:
-            _forward(qkv_TEC, start, length, h, window, out_THC, log_sum_TH)
+            _forward(qkv_TEC, start, length, h, window, softener, cap, out_THC, log_sum_TH)

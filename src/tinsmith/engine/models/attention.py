@@ -4,13 +4,15 @@ Packed means that sequences are concatenated without padding; no token attends t
 pair of a head's numbers by an angle that grows with the position, at a frequency of its own; models differ in how they
 stretch these frequencies to a longer context.
 
-Shapes: T tokens of all sequences, N tokens of one, H query heads, K key/value heads, C head dim, F = C / 2 frequencies.
+Shapes: T tokens of all sequences, N tokens of one, H query heads, K key/value heads, C head dim, F frequencies
+(C / 2, or fewer).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -26,11 +28,12 @@ class PackedAttention:
         self._lengths = tuple(lengths)
 
     def __call__(self, layer: int, q_THC: torch.Tensor, k_TKC: torch.Tensor, v_TKC: torch.Tensor) -> torch.Tensor:
-        window = self._config.sliding_window(layer)
-        outputs, start = [], 0
+        config, outputs, start = self._config, [], 0
+        window, scale, cap = config.sliding_window(layer), config.score_scale, config.attention_softcap
         for length in self._lengths:
             rows = slice(start, start + length)
-            outputs.append(_causal(q_THC[rows], k_TKC[rows], v_TKC[rows], window))
+            parts = q_THC[rows], k_TKC[rows], v_TKC[rows]
+            outputs.append(_capped(*parts, window, scale, cap) if cap else _causal(*parts, window, scale))
             start += length
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
@@ -43,16 +46,35 @@ def positions_of(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.cat([torch.arange(length, device=device) for length in lengths])
 
 
-def _causal(q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, window: int | None) -> torch.Tensor:
+def _causal(
+    q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, window: int | None, scale: float
+) -> torch.Tensor:
     """Compute the attention within one sequence."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_NHC, k_NKC, v_NKC))
     is_shared = q_NHC.shape[1] != k_NKC.shape[1]
     if window is not None and q_NHC.shape[0] > window:
         mask_NN = sliding_mask(q_NHC.shape[0], window, q.device)
-        out = scaled_dot_product_attention(q, k, v, attn_mask=mask_NN, enable_gqa=is_shared)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask_NN, enable_gqa=is_shared, scale=scale)
     else:
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_shared)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_shared, scale=scale)
     return out.squeeze(0).transpose(0, 1)
+
+
+def _capped(
+    q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, window: int | None, scale: float, cap: float
+) -> torch.Tensor:
+    """Compute the same with bounded scores, which torch has no function for."""
+    length, heads = q_NHC.shape[:2]
+    k_NHC, v_NHC = (x_NKC.repeat_interleave(heads // x_NKC.shape[1], dim=1) for x_NKC in (k_NKC, v_NKC))
+    scores_HNN = softcap(torch.einsum("nhc,mhc->hnm", q_NHC, k_NHC).float() * scale, cap)
+    mask_NN = sliding_mask(length, window or length, q_NHC.device)
+    weights_HNN = scores_HNN.masked_fill(~mask_NN, float("-inf")).softmax(dim=-1).to(q_NHC.dtype)
+    return torch.einsum("hnm,mhc->nhc", weights_HNN, v_NHC)
+
+
+def softcap(x: torch.Tensor, cap: float) -> torch.Tensor:
+    """Return numbers that are bounded by `cap`, and near 0 are those given."""
+    return torch.tanh(x / cap) * cap
 
 
 def sliding_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
@@ -60,6 +82,10 @@ def sliding_mask(length: int, window: int, device: torch.device) -> torch.Tensor
     index_N = torch.arange(length, device=device)
     distance_NN = index_N.unsqueeze(1) - index_N.unsqueeze(0)
     return (distance_NN >= 0) & (distance_NN < window)
+
+
+Angles: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""cos_T1F and sin_T1F for `rotate`."""
 
 
 class Rope:
@@ -70,8 +96,7 @@ class Rope:
         self._frequencies_F = frequencies_F.to(device)
         self._dtype = dtype
 
-    def angles(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos_T1F and sin_T1F for `rotate`."""
+    def angles(self, positions_T: torch.Tensor) -> Angles:
         angles_TF = positions_T.to(torch.float32).unsqueeze(1) * self._frequencies_F
         cos_TF, sin_TF = angles_TF.cos(), angles_TF.sin()
         if self._scale != 1.0:
@@ -80,13 +105,16 @@ class Rope:
 
 
 def rotate(x_THC: torch.Tensor, cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> torch.Tensor:
-    """Rotate each head's first and second half against each other by its token's angles."""
-    first_THF, second_THF = x_THC.chunk(2, dim=-1)
-    return torch.cat((first_THF * cos_T1F - second_THF * sin_T1F, second_THF * cos_T1F + first_THF * sin_T1F), dim=-1)
+    """Rotate each head's first and second F numbers against each other by its token's angles; keep what comes after."""
+    pairs = cos_T1F.shape[-1]
+    first_THF, second_THF, *rest = x_THC.tensor_split((pairs, 2 * pairs), dim=-1)
+    turned = first_THF * cos_T1F - second_THF * sin_T1F, second_THF * cos_T1F + first_THF * sin_T1F
+    return torch.cat((*turned, *rest), dim=-1)
 
 
 def frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
-    """Return the angle per position of each of the C / 2 pairs, and the factor for cosines and sines."""
+    """Return the angle per position of each pair, and the factor for cosines and sines."""
+    head_dim = config.rotary_dim or head_dim
     exponents_F = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain_F = 1.0 / (config.theta**exponents_F)
     if config.kind == "linear":
@@ -96,7 +124,8 @@ def frequencies(config: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]
     if config.kind == "yarn":
         return _yarn(config, head_dim, config.theta**exponents_F), _yarn_attention_factor(config)
     if config.kind == "factors":
-        return plain_F / torch.tensor(config.factors, dtype=torch.float32), 1.0
+        scale = 1.0 if config.attention_factor is None else config.attention_factor
+        return plain_F / torch.tensor(config.factors, dtype=torch.float32), scale
     return plain_F, 1.0
 
 

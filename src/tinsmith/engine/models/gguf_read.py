@@ -1,6 +1,6 @@
 """Reads the weights, configuration and tokenizer of a GGUF file, with Hugging Face's names and layouts.
 
-Quantised tensors are expanded to float32.
+Quantised tensors are read in the format of the file or expanded to float32.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from gguf import GGUFReader, ReaderTensor, dequantize
 
+from tinsmith.engine.cpu.formats import FORMATS, PLAIN, Blocks, Format, Weights
 from tinsmith.engine.models.bpe_tokenizer import BpeTokenizer
 from tinsmith.engine.models.config import ModelConfig, RopeConfig
 from tinsmith.engine.models.decoder import weight_shapes
@@ -64,12 +65,30 @@ class GgufFile:
 
     def read(self, name: str) -> torch.Tensor:
         """Return a weight by its Hugging Face name, as float32."""
-        tensor = self._expanded(gguf_name(name))
+        return self._in_order(name, self._expanded(gguf_name(name)))
+
+    def read_stored(self, name: str) -> Weights:
+        """Return a weight by its Hugging Face name in the format of the file, or in float32 if it cannot be kept so."""
+        tensor = self._tensors[gguf_name(name)]
+        stored = self.format_of(name)
+        if stored.name != tensor.tensor_type.name or len(tensor.shape) != 2:
+            return self.read(name)
+        data = torch.from_numpy(tensor.data.copy())
+        if stored.scale is None:
+            return self._in_order(name, data if data.dtype == stored.dtype else data.view(stored.dtype))
+        return Blocks(stored, self._in_order(name, data), (len(data), int(tensor.shape[0])))
+
+    def format_of(self, name: str) -> Format:
+        """Return the format in which a weight can be kept: the file's, or float32."""
+        return FORMATS.get(self._tensors[gguf_name(name)].tensor_type.name, PLAIN)
+
+    def _in_order(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+        """Return a weight's rows, or their bytes, in the order of Hugging Face."""
         if self._is_interleaved and ".q_proj." in name:
-            return _rotate_half_order(tensor, self.config.num_heads)
+            return _rotate_half_order(rows, self.config.num_heads)
         if self._is_interleaved and ".k_proj." in name:
-            return _rotate_half_order(tensor, self.config.num_kv_heads)
-        return tensor
+            return _rotate_half_order(rows, self.config.num_kv_heads)
+        return rows
 
     def tokenizer(self) -> BpeTokenizer:
         """Return the tokenizer's parts; only byte-level BPE is supported."""

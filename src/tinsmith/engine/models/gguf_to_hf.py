@@ -26,6 +26,8 @@ from tinsmith.engine.models.gguf_read import GgufFile
 from tinsmith.errors import InvalidInputError
 
 DIGESTS = "digests.json"
+ORIGINAL = "original.gguf"
+"""The GGUF file itself in a converted directory: an engine reads its weights, which are the same but smaller."""
 MODEL_TYPES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
@@ -33,7 +35,7 @@ MODEL_TYPES: Mapping[str, str] = {
 }
 
 
-def convert_gguf(source: Path, directory: Path) -> None:
+def convert_gguf(source: Path, directory: Path, *, keeps_original: bool = False) -> None:
     """Write the model of a GGUF file as a Hugging Face directory; an existing one is replaced."""
     file = GgufFile(source)
     values = hf_config(file.config)
@@ -44,6 +46,8 @@ def convert_gguf(source: Path, directory: Path) -> None:
         _write_weights(weights, unfinished / "model.safetensors")
         (unfinished / "config.json").write_text(json.dumps(values, indent=2) + "\n")
         write_tokenizer(file.tokenizer(), unfinished)
+        if keeps_original:
+            shutil.copyfile(source, unfinished / ORIGINAL)
         digests = {path.name: file_digest(path) for path in sorted(unfinished.iterdir())}
         (unfinished / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n")
         for path in (*unfinished.iterdir(), unfinished):
@@ -55,6 +59,12 @@ def convert_gguf(source: Path, directory: Path) -> None:
         _sync(directory.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def original_of(directory: Path) -> Path | None:
+    """Return the GGUF file that a directory was converted from, if it was kept."""
+    path = directory / ORIGINAL
+    return path if path.exists() and (directory / DIGESTS).exists() else None
 
 
 def _write_weights(weights: Mapping[str, Tensor], path: Path) -> None:

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from tinsmith.engine.models.config import ModelConfig, config_from_hf
+from tinsmith.engine.cpu.formats import FORMATS, PLAIN, Format
+from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.models.decoder import weight_shapes
+from tinsmith.engine.models.families import config_from_hf
 from tinsmith.errors import InvalidInputError
 
 SINGLE = "model.safetensors"
@@ -33,6 +35,15 @@ class SafetensorsDirectory:
         with _opened(self.directory / self._file_of[name]) as opened:
             tensor: torch.Tensor = opened.get_tensor(name).clone()
         return tensor
+
+    def read_stored(self, name: str) -> torch.Tensor:
+        """Return a weight in the format of the file, which `read` does not change."""
+        return self.read(name)
+
+    def format_of(self, name: str) -> Format:
+        """Return the format in which a weight can be kept: the file's, or float32."""
+        with _opened(self.directory / self._file_of[name]) as opened:
+            return FORMATS.get(opened.get_slice(name).get_dtype(), PLAIN)
 
     def _locate(self) -> dict[str, str]:
         """Return the file that contains each weight."""
@@ -91,19 +102,24 @@ def _is_derived(name: str) -> bool:
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Return the ModelConfig of a directory, with the end-of-text ids of generation_config.json added."""
-    path = directory / "config.json"
-    values = _json(path)
+    """Return the ModelConfig of a directory."""
+    values = read_values(directory)
+    try:
+        return config_from_hf(values)
+    except InvalidInputError as error:
+        raise InvalidInputError(f"{directory / 'config.json'}: {error}", field=error.field) from None
+
+
+def read_values(directory: Path) -> dict[str, Any]:
+    """Return config.json, with the end-of-text ids of generation_config.json added."""
+    values = _json(directory / "config.json")
     generation = directory / "generation_config.json"
     if generation.exists():
         more = _json(generation).get("eos_token_id")
         if more is not None:
             given = values.get("eos_token_id")
             values["eos_token_id"] = _merged(given, more)
-    try:
-        return config_from_hf(values)
-    except InvalidInputError as error:
-        raise InvalidInputError(f"{path}: {error}", field=error.field) from None
+    return values
 
 
 def _merged(first: Any, second: Any) -> list[int]:

@@ -7,18 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from tinsmith.engine.cpu.linear import can_pack
+from tinsmith.engine.cpu.formats import Format, Weights, packed_bytes
+from tinsmith.engine.cpu.linear import can_pack, panel_width, product_kind
 from tinsmith.engine.models import sources
 from tinsmith.engine.models.bpe_tokenizer import write_tokenizer
 from tinsmith.engine.models.config import ModelConfig
-from tinsmith.engine.models.decoder import Decoder, build_decoder
+from tinsmith.engine.models.decoder import Decoder, build_decoder, weight_shapes
 from tinsmith.engine.models.gguf_read import GgufFile
+from tinsmith.engine.models.gguf_to_hf import original_of
 from tinsmith.engine.models.hf_directory import SafetensorsDirectory
 from tinsmith.errors import InvalidInputError, TinkerError
 
@@ -36,6 +40,8 @@ class LoadedModel:
     tokenizer_dir: Path
     """Contains tokenizer.json and tokenizer_config.json."""
     chat_template: str | None
+    memory_bytes: int
+    """What `memory_needed` said of its file."""
 
 
 def load_model(
@@ -49,24 +55,27 @@ def load_model(
 
     The tokenizer of a GGUF file is written to `cache_dir`. Raise if the model is larger than the free memory.
     """
-    path = Path(source)
+    path, device = Path(source), torch.device(device)
+    files: GgufFile | SafetensorsDirectory
+    weights: GgufFile | SafetensorsDirectory
     if path.is_file() and path.suffix == ".gguf":
-        file = GgufFile(path)
-        _check_fits(file.config, device, dtype)
-        tokenizer_dir = gguf_tokenizer(file, cache_dir)
-        decoder = build_decoder(file.config, file.read, device, dtype, has_plenty(file.config, dtype))
+        files = weights = GgufFile(path)
     else:
-        directory = path if path.is_dir() else sources.fetch(str(source))
-        files = SafetensorsDirectory(directory)
-        _check_fits(files.config, device, dtype)
-        tokenizer_dir = directory
-        decoder = build_decoder(files.config, files.read, device, dtype, has_plenty(files.config, dtype))
+        tokenizer_dir = path if path.is_dir() else sources.fetch(str(source))
+        original = original_of(tokenizer_dir)
+        files = SafetensorsDirectory(tokenizer_dir)
+        weights = files if original is None else GgufFile(original)
+    needed = memory_needed(weights, device, dtype)
+    _check_fits(files.config, needed, device, dtype)
+    if isinstance(files, GgufFile):
+        tokenizer_dir = gguf_tokenizer(files, cache_dir)
     return LoadedModel(
         source=str(source),
-        config=decoder.config,
-        decoder=decoder,
+        config=files.config,
+        decoder=build_decoder(files.config, weights.read_stored, device, dtype),
         tokenizer_dir=tokenizer_dir,
         chat_template=read_chat_template(tokenizer_dir),
+        memory_bytes=needed,
     )
 
 
@@ -84,21 +93,33 @@ def read_chat_template(directory: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def memory_needed(config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> int:
-    """Return the bytes of the weights, of the copy that is laid out for products, and of one matrix being converted."""
-    largest = config.vocab_size * config.hidden_size * 4
-    copies = 2 if can_pack(torch.device(device), dtype) else 1
-    return copies * config.parameter_count() * dtype.itemsize + largest
+class WeightFile(Protocol):
+    """A file or directory with the weights of a model."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def read_stored(self, name: str) -> Weights:
+        """Return a weight by its Hugging Face name in the format of the file."""
+        ...
+
+    def format_of(self, name: str) -> Format:
+        """Return the format in which a weight can be kept."""
+        ...
 
 
-def has_plenty(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Return whether this machine can spare another copy of the weights: at most an eighth of its memory.
-
-    This depends on the installed memory, not on what is free: the choice of kernels must not change from start to
-    start.
-    """
-    built_in = built_in_bytes()
-    return built_in is not None and 8 * config.parameter_count() * dtype.itemsize <= built_in
+def memory_needed(weights: WeightFile, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the bytes of the weights, laid out for products, and of the largest matrix while it is converted."""
+    shapes = weight_shapes(weights.config)
+    largest = 4 * max(math.prod(shape) for shape in shapes.values())
+    if product_kind(device, dtype) != "compiled":
+        copies = 2 if can_pack(device, dtype) else 1
+        return copies * weights.config.parameter_count() * dtype.itemsize + largest
+    panel, total = panel_width(device, dtype), largest
+    for name, shape in shapes.items():
+        is_matrix = len(shape) == 2
+        total += packed_bytes(weights.format_of(name), (shape[0], shape[1]), panel) if is_matrix else 4 * shape[0]
+    return total
 
 
 def built_in_bytes(device: torch.device | str = "cpu") -> int | None:
@@ -132,12 +153,17 @@ def available_bytes(device: torch.device | str) -> int | None:
     return built_in_bytes()
 
 
-def _check_fits(config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:
-    needed, available = memory_needed(config, dtype, device), available_bytes(device)
+def _check_fits(config: ModelConfig, needed: int, device: torch.device, dtype: torch.dtype) -> None:
+    check_free(config.parameter_count(), needed, device, dtype)
+
+
+def check_free(parameters: int, needed: int, device: torch.device | str, dtype: torch.dtype) -> None:
+    """Raise if a model of so many weights needs more memory than is free."""
+    available = available_bytes(device)
     if available is not None and needed > available:
         raise TinkerError(
             f"the model needs {needed / 1e9:.1f} GB in {str(dtype).removeprefix('torch.')} "
-            f"({config.parameter_count():,} weights), but only {available / 1e9:.1f} GB are free; "
+            f"({parameters:,} weights), but only {available / 1e9:.1f} GB are free; "
             "choose a smaller model or dtype, or free memory"
         )
 

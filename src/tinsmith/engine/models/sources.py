@@ -100,7 +100,7 @@ def _found_or_made(cache_dir: Path, sources: Mapping[str, Fetch]) -> Path:
                     return source
                 _check_digest(source)
                 logger.info("converting %s from %s", NAME, name, extra={"event": "model_converted", "source": name})
-                convert_gguf(source, directory)
+                convert_gguf(source, directory, keeps_original=True)
                 return directory
             except TinkerError as error:
                 failures.append(f"{name}: {error}")

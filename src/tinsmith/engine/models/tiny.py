@@ -14,11 +14,17 @@ import torch
 from safetensors.torch import save_file
 
 from tinsmith.engine.models.bpe_tokenizer import BpeTokenizer, write_tokenizer
-from tinsmith.engine.models.config import config_from_hf
 from tinsmith.engine.models.decoder import weight_shapes
+from tinsmith.engine.models.families import config_from_hf
 from tinsmith.errors import InvalidInputError
 from tinsmith.text.token_bytes import byte_alphabet
 
+_GEMMA = {
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "pad_token_id": 2,
+}
 FAMILIES: Mapping[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
     "smollm": {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True},
@@ -26,6 +32,36 @@ FAMILIES: Mapping[str, dict[str, Any]] = {
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "tie_word_embeddings": True},
     "mistral": {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None},
     "smollm3": {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "pad_token_id": 2},
+    "granite": {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "embedding_multiplier": 6.0,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 3.0,
+        "tie_word_embeddings": True,
+    },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "pad_token_id": 2},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "pad_token_id": 2},
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "query_pre_attn_scalar": 4,
+        "sliding_window": 20,
+        **_GEMMA,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "query_pre_attn_scalar": 4,
+        "sliding_window": 20,
+        "sliding_window_pattern": 2,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        **_GEMMA,
+    },
 }
 SIZES: Mapping[str, Any] = {
     "hidden_size": 32,
@@ -56,7 +92,8 @@ def make_tiny(directory: Path, family: str = "llama", seed: int = 0, **sizes: An
     values = {"vocab_size": len(tokenizer.tokens), **SIZES, **FAMILIES[family], **sizes}
     config = config_from_hf(values)
     generator = torch.Generator().manual_seed(seed)
-    weights = {name: _random(name, shape, generator) for name, shape in weight_shapes(config).items()}
+    middle = 0 if config.has_offset_norms else 1
+    weights = {name: _random(name, shape, generator, middle) for name, shape in weight_shapes(config).items()}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps({**values, "dtype": "float32"}, indent=2) + "\n")
@@ -64,11 +101,11 @@ def make_tiny(directory: Path, family: str = "llama", seed: int = 0, **sizes: An
     return directory
 
 
-def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """Return random weights: norms near one, small biases, and matrices that keep the size of activations."""
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator, middle: int) -> torch.Tensor:
+    """Return random weights: norms near `middle`, small biases, and matrices that keep the size of activations."""
     noise = torch.randn(shape, generator=generator)
     if "norm" in name:
-        return 1 + 0.1 * noise
+        return middle + 0.1 * noise
     if name.endswith("bias"):
         return 0.1 * noise
     return noise * (0.5 if "embed" in name else shape[-1] ** -0.5)

@@ -16,12 +16,10 @@ from typing import TypeAlias
 import torch
 
 from tinsmith.engine.checkpoints.format import MAX_NAME, CheckpointInfo, read_checkpoint, read_manifest
-from tinsmith.engine.cpu.linear import panel_width
 from tinsmith.engine.eviction import Held, to_evict
-from tinsmith.engine.lora import LoraAdapter, group_keys
+from tinsmith.engine.lora import LoraAdapter, ModuleLayout
 from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.protocol import Sample
-from tinsmith.engine.sampling.decoder import frozen_bytes
 from tinsmith.engine.sampling.sampler import Sampler
 from tinsmith.errors import InvalidInputError
 
@@ -32,7 +30,7 @@ Name: TypeAlias = tuple[str, str]
 class SamplerAdapters:
     """Adapters in a sampler, the most recently used last."""
 
-    def __init__(self, sampler: Sampler, config: ModelConfig, max_bytes: int) -> None:
+    def __init__(self, sampler: Sampler, config: ModelConfig | ModuleLayout, max_bytes: int) -> None:
         self._sampler = sampler
         self._config = config
         self._max_bytes = max_bytes
@@ -65,16 +63,13 @@ class SamplerAdapters:
 
     def _load(self, name: Name, directory: Path, base_model: str) -> bool:
         tenant, info = name[0], check_base(directory, base_model)
-        device, dtype = self._sampler.device, self._sampler.dtype
-        keys = group_keys(self._config, info.train_attn, info.train_mlp, info.train_unembed)
-        unit = panel_width(device, dtype)
-        needed = frozen_bytes(self._config, [group for _, group in keys], info.rank, unit) * dtype.itemsize // 4
+        needed = self._sampler.adapter_bytes(info)
         going = to_evict(self._held, tenant, needed, self._max_bytes)
         left = {key: held for key, held in self._held.items() if key not in going}
         is_full = needed + sum(held.size_bytes for held in left.values()) > self._max_bytes
         if is_full and any(held.tenant == tenant for held in left.values()):
             return False
-        adapter = read_frozen(directory, info, self._config, device)
+        adapter = read_frozen(directory, info, self._config, self._sampler.device)
         for key in going:
             self._sampler.remove_adapter(key)
             del self._held[key]
@@ -82,7 +77,9 @@ class SamplerAdapters:
         return True
 
 
-def read_frozen(directory: Path, info: CheckpointInfo, config: ModelConfig, device: torch.device) -> LoraAdapter:
+def read_frozen(
+    directory: Path, info: CheckpointInfo, config: ModelConfig | ModuleLayout, device: torch.device
+) -> LoraAdapter:
     """Return the adapter of a checkpoint, to sample from."""
     weights = read_checkpoint(directory, with_optimizer=False).weights
     for name, tensor in weights.items():  # before an adapter is created, since its size follows from the claimed rank

@@ -8,7 +8,7 @@ Shapes: T rows, S rows that need logits, D hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
@@ -73,7 +73,7 @@ class SampleBatch:
             return []
         last_SD = hidden_TD[[row for _, row in ending]]
         logits_SV = self._decoder.unembed(last_SD, _row_adapters([(chunk, 1) for chunk, _ in ending], adapters))
-        return _drawn([chunk.sequence for chunk, _ in ending], logits_SV)
+        return draw_rows([chunk.sequence for chunk, _ in ending], logits_SV)
 
     def _hidden(
         self, chunks: List[Chunk], starts: List[int], adapters: Mapping[Hashable, FrozenAdapter]
@@ -97,13 +97,22 @@ class SampleBatch:
 
     def _score_prompt(self, chunk: Chunk, hidden_TD: torch.Tensor, adapters: Mapping[Hashable, FrozenAdapter]) -> None:
         """Compute the logits of the prompt positions that are needed for prompt scores."""
-        plan, first = chunk.sequence.state.plan, chunk.sequence.computed
-        begin = max(first, plan.first_needed)
-        end = min(first + chunk.count, len(plan.prompt) - 1)
-        for start in range(begin, end, SCORED_ROWS):
-            rows_TD = hidden_TD[start - first : min(start + SCORED_ROWS, end) - first]
-            logits_TV = self._decoder.unembed(rows_TD, _row_adapters([(chunk, len(rows_TD))], adapters))
-            chunk.sequence.state.scores.add(start + 1, logits_TV)
+
+        def logits_of(rows_TD: torch.Tensor) -> torch.Tensor:
+            return self._decoder.unembed(rows_TD, _row_adapters([(chunk, len(rows_TD))], adapters))
+
+        score_prompt(chunk.sequence, chunk.sequence.computed, hidden_TD, logits_of)
+
+
+def score_prompt(
+    sequence: Sequence, first: int, hidden_TD: torch.Tensor, logits_of: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Score a prompt's positions with the hidden states from position `first` on, a few rows of logits at a time."""
+    plan = sequence.state.plan
+    begin, end = max(first, plan.first_needed), min(first + len(hidden_TD), len(plan.prompt) - 1)
+    for start in range(begin, end, SCORED_ROWS):
+        rows_TD = hidden_TD[start - first : min(start + SCORED_ROWS, end) - first]
+        sequence.state.scores.add(start + 1, logits_of(rows_TD))
 
 
 def _by_adapter(chunks: List[Chunk]) -> list[Chunk]:
@@ -135,7 +144,7 @@ def _row_adapters(parts: List[tuple[Chunk, int]], adapters: Mapping[Hashable, Fr
     return RowAdapters([(start, stop, adapters[name]) for start, stop, name in merged if name is not None])
 
 
-def _drawn(sequences: List[Sequence], logits_SV: torch.Tensor) -> list[Drawn]:
+def draw_rows(sequences: List[Sequence], logits_SV: torch.Tensor) -> list[Drawn]:
     """Draw for all rows at once; the row of a prompt is used for each of its samples."""
     wanted = [(row, index) for row, sequence in enumerate(sequences) for index in _samples(sequence)]
     rows = [row for row, _ in wanted]

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
+from tinsmith.engine.models.attention import softcap
 from tinsmith.engine.models.config import ModelConfig
 from tinsmith.errors import InvalidInputError
 
@@ -142,8 +143,10 @@ class BlockAttention:
             q_PKRC.reshape(-1, rows, head_dim),
             keys.view(-1, head_dim, size),
             beta=0,
-            alpha=head_dim**-0.5,
+            alpha=config.score_scale,
         )
+        if config.attention_softcap:
+            scores = softcap(scores, config.attention_softcap)
         scores_SKRT = _joined(scores.view(pairs, kv_heads, rows, size), tiles)
         scores_SKRT = scores_SKRT.masked_fill_(self._mask(number, layer, rows), float("-inf"))
         probs = _parted(scores_SKRT.softmax(dim=-1), tiles, size)

@@ -12,7 +12,7 @@ Deciding who runs, and who is preempted when there is no room, is up to `sampler
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from tinsmith.engine.sampling.block_attention import BlockCache
 from tinsmith.engine.sampling.kv_cache import PrefixIndex
@@ -101,6 +101,10 @@ class CacheRoom:
             self._pool.release(block)
         sequence.blocks = []
         sequence.computed = 0
+
+    def drop_adapter(self, name: Hashable) -> None:
+        """Forget what is cached for an adapter."""
+        self.index.drop_adapter(name)
 
     def _own_last_block(self, sequence: Sequence) -> bool:
         """Copy a partly filled block that other sequences hold too, before writing to it."""

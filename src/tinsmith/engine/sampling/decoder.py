@@ -16,12 +16,22 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.functional import embedding, pad, silu
+from torch.nn.functional import pad
 
 from tinsmith.engine.cpu.linear import Product, kept_bytes, panel_width, weight_product
-from tinsmith.engine.lora import LM_HEAD, LoraAdapter, LoraGroup, modules_of
-from tinsmith.engine.models.config import ModelConfig
-from tinsmith.engine.models.decoder import Attend, Decoder, Layer, rms_norm
+from tinsmith.engine.lora import LoraAdapter, LoraGroup
+from tinsmith.engine.models.attention import Angles
+from tinsmith.engine.models.config import LM_HEAD, ModelConfig
+from tinsmith.engine.models.decoder import (
+    Attend,
+    Decoder,
+    Layer,
+    activated,
+    finished_logits,
+    heads_norm,
+    optional_norm,
+    rms_norm,
+)
 from tinsmith.engine.sampling.block_attention import BlockAttention, BlockCache, NewTokens
 
 
@@ -71,7 +81,7 @@ def frozen_bytes(config: ModelConfig, groups: Iterable[str], rank: int, unit: in
     """Estimate the size of a frozen adapter of these groups before it is read; `unit` is `panel_width`."""
     cells = 0
     for group in groups:
-        shapes = [config.module_shape(module) for module in modules_of(group)]
+        shapes = [config.module_shape(module) for module in config.modules(group)]
         low = _filled_up(len(shapes) * rank, unit)
         cells += low * (shapes[0][1] + _filled_up(sum(outputs for outputs, _ in shapes), unit))
     return 4 * cells
@@ -117,9 +127,8 @@ class InferenceDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self.config = decoder.config
         self.device, self.dtype = decoder.device, decoder.dtype
-        self._embedding_VD = decoder.embedding_VD
+        self._embed, self._angles = decoder.embed, decoder.angles
         self._norm_D = decoder.norm_D
-        self._rope = decoder.rope
         self._layers = tuple(_prepared(layer) for layer in decoder.layers)
         self._unembedding = decoder.unembedding.product
 
@@ -131,18 +140,17 @@ class InferenceDecoder:
         adapters: RowAdapters = NO_ADAPTERS,
     ) -> torch.Tensor:
         """Return hidden_TD after the final norm."""
-        eps = self.config.norm_eps
-        x_TD = embedding(tokens_T, self._embedding_VD)
-        angles = _signed(*self._rope.angles(positions_T))
+        eps, x_TD = self.config.norm_eps, self._embed(tokens_T)
+        angles = tuple(_signed(*kind) for kind in self._angles(positions_T))
         for index, layer in enumerate(self._layers):
-            normed_TD = rms_norm(x_TD, layer.weights.input_norm_D, eps)
+            normed_TD = optional_norm(x_TD, layer.weights.input_norm_D, eps)
             q_THC, k_TKC, v_TKC = self._queries_keys_values(index, layer, normed_TD, angles, adapters)
             attended_TE = attend(index, q_THC, k_TKC, v_TKC).flatten(1)
             y_TD = layer.output(attended_TE)
             adapters.apply(index, "output", attended_TE, y_TD)
-            x_TD = y_TD.add_(x_TD)
-            normed_TD = rms_norm(x_TD, layer.weights.mlp_norm_D, eps)
-            x_TD = self._mlp(index, layer, normed_TD, adapters).add_(x_TD)
+            x_TD = self._added(y_TD, layer.weights.output_norm_D, x_TD)
+            normed_TD = optional_norm(x_TD, layer.weights.mlp_norm_D, eps)
+            x_TD = self._added(self._mlp(index, layer, normed_TD, adapters), layer.weights.down_norm_D, x_TD)
         return rms_norm(x_TD, self._norm_D, eps)
 
     def hidden_cached(
@@ -160,14 +168,19 @@ class InferenceDecoder:
         """Return logits_TV in float32."""
         logits_TV = self._unembedding(hidden_TD)
         adapters.apply(None, LM_HEAD, hidden_TD, logits_TV)
-        return logits_TV.float()
+        return finished_logits(logits_TV.float(), self.config)
+
+    def _added(self, y_TD: torch.Tensor, weight_D: torch.Tensor | None, x_TD: torch.Tensor) -> torch.Tensor:
+        """Add a result to the residual, after its norm if the model has one there."""
+        y_TD, scale = optional_norm(y_TD, weight_D, self.config.norm_eps), self.config.residual_scale
+        return (y_TD if scale == 1.0 else y_TD.mul_(scale)).add_(x_TD)
 
     def _queries_keys_values(
         self,
         index: int,
         layer: _Layer,
         normed_TD: torch.Tensor,
-        angles: tuple[torch.Tensor, torch.Tensor],
+        angles: tuple[Angles, ...],
         adapters: RowAdapters,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         config = self.config
@@ -178,18 +191,19 @@ class InferenceDecoder:
         turned_THC, v_TKC = heads_THC[:, :turned], heads_THC[:, turned:]
         weights = layer.weights
         if weights.query_norm_C is not None and weights.key_norm_C is not None:
-            q_THC = rms_norm(turned_THC[:, : config.num_heads], weights.query_norm_C, config.norm_eps)
-            k_TKC = rms_norm(turned_THC[:, config.num_heads :], weights.key_norm_C, config.norm_eps)
+            q_THC = heads_norm(turned_THC[:, : config.num_heads], weights.query_norm_C, config.norm_eps)
+            k_TKC = heads_norm(turned_THC[:, config.num_heads :], weights.key_norm_C, config.norm_eps)
             turned_THC = torch.cat((q_THC, k_TKC), dim=1)
-        if config.has_rope(index):
-            turned_THC = _rotated(turned_THC, *angles)
+        which = config.rope_index(index)
+        if which is not None:
+            turned_THC = _rotated(turned_THC, *angles[which])
         return turned_THC[:, : config.num_heads], turned_THC[:, config.num_heads :], v_TKC
 
     def _mlp(self, index: int, layer: _Layer, normed_TD: torch.Tensor, adapters: RowAdapters) -> torch.Tensor:
         stacked_TE = layer.gate_up(normed_TD)
         adapters.apply(index, "gate_up", normed_TD, stacked_TE)
         gate_TI, up_TI = stacked_TE.chunk(2, dim=1)
-        active_TI = silu(gate_TI).mul_(up_TI)
+        active_TI = activated(gate_TI, self.config).mul_(up_TI)
         y_TD = layer.down(active_TI)
         adapters.apply(index, "down", active_TI, y_TD)
         return y_TD
@@ -202,6 +216,9 @@ def _signed(cos_T1F: torch.Tensor, sin_T1F: torch.Tensor) -> tuple[torch.Tensor,
 
 def _rotated(x_THC: torch.Tensor, cos_T1C: torch.Tensor, sin_T1C: torch.Tensor) -> torch.Tensor:
     """Apply the rotation of `models/attention` in fewer operations, with the same rounding."""
+    width = cos_T1C.shape[2]
+    if width < x_THC.shape[2]:
+        return torch.cat((_rotated(x_THC[..., :width], cos_T1C, sin_T1C), x_THC[..., width:]), dim=2)
     first_THF, second_THF = x_THC.chunk(2, dim=2)
     swapped_THC = torch.cat((second_THF, first_THF), dim=2)
     return (x_THC * cos_T1C).add_(swapped_THC.mul_(sin_T1C))

@@ -8,13 +8,12 @@ Shapes: as in `decoder` and `cpu/layers`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.nn.functional import embedding
 
 from tinsmith.engine.cpu.linear import Product, can_compile, can_pack
 from tinsmith.engine.models.decoder import Decoder, Layer
@@ -60,7 +59,7 @@ class FusedDecoder(InferenceDecoder):
         from tinsmith.engine.cpu.layers import Buffers, run_layers
 
         rows, config, first = len(tokens_T), self.config, self._layers[0]
-        x_TD = embedding(tokens_T, self._embedding_VD)
+        x_TD = self._embed(tokens_T)
         widths = (config.hidden_size, _width(first.qkv), config.query_size, _width(first.gate_up))
         normed_TD, qkv_TE, attended_TE, gate_up_TE = (torch.empty(rows, width) for width in widths)
         active_TI, y_TD = torch.empty(rows, config.intermediate_size), torch.zeros(rows, _width(first.down))
@@ -70,7 +69,8 @@ class FusedDecoder(InferenceDecoder):
         step = self._step(positions_T, batch, cache.block_size)
         run_layers(self._weights, step, self._adapted(adapters), buffers)
         use_threads(normed_TD.numel())
-        add_norm(buffers.x_TD, buffers.y_TD, self._last_norm_D, self._weights.eps, buffers.normed_TD)
+        scale, eps = self._weights.residual_scale, self._weights.eps
+        add_norm(buffers.x_TD, buffers.y_TD, scale, self._last_norm_D, eps, buffers.normed_TD)
         return normed_TD
 
     def _step(self, positions_T: torch.Tensor, batch: Sequence[NewTokens], block_size: int) -> StepRows:
@@ -79,14 +79,17 @@ class FusedDecoder(InferenceDecoder):
         from tinsmith.engine.cpu.layers import StepRows
 
         threads = thread_limit()
-        cos_TF, sin_TF = (part_T1F.squeeze(1).numpy() for part_T1F in self._rope.angles(positions_T))
+        angles = [
+            (cos_T1F.squeeze(1).numpy(), sin_T1F.squeeze(1).numpy()) for cos_T1F, sin_T1F in self._angles(positions_T)
+        ]
+        none_TF = np.zeros_like(angles[0][0])
         pieces = pieces_of([(new.row, new.count, new.start) for new in batch], threads)
         table_SW = _table(batch, block_size)
         position_T = positions_T.numpy()
         owner_T = np.repeat(np.arange(len(batch)), [new.count for new in batch])
         return StepRows(
-            np.stack((np.ones_like(cos_TF), cos_TF)),
-            np.stack((np.zeros_like(sin_TF), sin_TF)),
+            np.stack((none_TF + 1, *(cos_TF for cos_TF, _ in angles))),
+            np.stack((none_TF, *(sin_TF for _, sin_TF in angles))),
             table_SW[owner_T, position_T // block_size],
             position_T % block_size,
             *pieces,
@@ -110,24 +113,39 @@ class FusedDecoder(InferenceDecoder):
 
         config, layers = self.config, [layer.weights for layer in self._layers]
         products = [[layer.qkv, layer.output, layer.gate_up, layer.down] for layer in self._layers]
+        turns = [config.rope_index(index) for index in range(len(layers))]
+        wide = [(layer.query_norm_C, layer.key_norm_C) if config.is_qk_norm_wide else (None, None) for layer in layers]
         return Weights(
             np.array([[_packed(product).address for product in row] for row in products], np.int64),
             (_biases(products, 0), _biases(products, 1), _biases(products, 2), _biases(products, 3)),
-            np.stack([layer.input_norm_D.numpy() for layer in layers]),
-            np.stack([layer.mlp_norm_D.numpy() for layer in layers]),
+            _stacked(layer.input_norm_D for layer in layers),
+            _stacked(layer.output_norm_D for layer in layers),
+            _stacked(layer.mlp_norm_D for layer in layers),
+            _stacked(layer.down_norm_D for layer in layers),
             np.stack([self._head_norms(layer) for layer in layers]),
+            _stacked(query_norm_E for query_norm_E, _ in wide),
+            _stacked(key_norm_E for _, key_norm_E in wide),
             np.float32(config.norm_eps),
+            np.float32(config.residual_scale),
+            np.float32(config.score_scale),
+            np.float32(config.attention_softcap),
+            int(config.activation == "gelu_tanh"),
             np.array([config.sliding_window(index) or 0 for index in range(len(layers))], np.int64),
-            np.array([config.has_rope(index) for index in range(len(layers))], np.int64),
+            np.array([0 if turn is None else 1 + turn for turn in turns], np.int64),
         )
 
     def _head_norms(self, layer: Layer) -> Floats:
-        """Return norms_HC of query and key heads; no rows if the model has none."""
+        """Return norms_HC of query and key heads; no rows if the model has no norm for each head."""
         config = self.config
-        if layer.query_norm_C is None or layer.key_norm_C is None:
+        if layer.query_norm_C is None or layer.key_norm_C is None or config.is_qk_norm_wide:
             return np.empty((0, config.head_dim), np.float32)
         parts = (layer.query_norm_C, config.num_heads), (layer.key_norm_C, config.num_kv_heads)
         return np.concatenate([np.tile(norm_C.numpy(), (heads, 1)) for norm_C, heads in parts])
+
+
+def _stacked(norms: Iterable[torch.Tensor | None]) -> Floats:
+    """Return the norms of all layers; no columns if the model has none."""
+    return np.stack([np.empty(0, np.float32) if norm_D is None else norm_D.numpy() for norm_D in norms])
 
 
 def _packed(product: Product) -> PackedWeights:

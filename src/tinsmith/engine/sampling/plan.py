@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tinsmith.engine.sampling.kv_cache import Weights
 from tinsmith.engine.sampling.logit_changes import LogitRule, logit_rule
@@ -18,8 +18,18 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.wire.messages.sampling import SampleRequest
 from tinsmith.wire.rules.sample_rules import check_sample
 
-if TYPE_CHECKING:
-    from tinsmith.engine.models.config import ModelConfig
+
+class TokenLimits(Protocol):
+    """What a plan needs to know of a model."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_context_length(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,7 @@ class SamplePlan:
     """Penalties and bias."""
 
 
-def plan_sample(request: SampleRequest, config: ModelConfig, cache_tokens: int) -> SamplePlan:
+def plan_sample(request: SampleRequest, config: TokenLimits, cache_tokens: int) -> SamplePlan:
     """Plan a request; raise InvalidInputError if it is invalid, or if its prompt does not fit into the cache.
 
     The key/value cache may hold fewer tokens than the model's context. A sample then ends where the cache does.

@@ -22,20 +22,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tinsmith.config import MAX_BATCH_SEQUENCES, PREFILL_TOKENS
-from tinsmith.engine.cpu.compile import compile_kernels
+from tinsmith.engine.checkpoints.format import CheckpointInfo
 from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models.decoder import Decoder
-from tinsmith.engine.sampling.batch import Chunk, Drawn, SampleBatch
-from tinsmith.engine.sampling.block_attention import BlockCache, block_bytes
-from tinsmith.engine.sampling.cache_room import CacheRoom
-from tinsmith.engine.sampling.decoder import FrozenAdapter
+from tinsmith.engine.sampling.batch import Chunk, Drawn
 from tinsmith.engine.sampling.draw import Listed
-from tinsmith.engine.sampling.fused_decoder import FusedDecoder, inference_decoder
 from tinsmith.engine.sampling.grammar import Grammar, Grammars
-from tinsmith.engine.sampling.kv_cache import PrefixIndex
 from tinsmith.engine.sampling.plan import SampleJob, StopMatcher, plan_sample
 from tinsmith.engine.sampling.prompt_scores import PromptScores
+from tinsmith.engine.sampling.sampled_model import CachedDecoder, FrozenWeights, SampledModel, SamplerLimits
 from tinsmith.engine.sampling.sequence import JobState, SampleTokens, Sequence, SequenceQueue
 from tinsmith.errors import InvalidInputError
 from tinsmith.wire.messages.sampling import SampleResponse
@@ -78,20 +73,6 @@ Event: TypeAlias = NewToken | DoneEvent | FailedEvent
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerLimits:
-    """The sizes of the sampler's cache and steps."""
-
-    cache_bytes: int
-    """Memory for the key/value cache."""
-    block_size: int = 32
-    """Tokens in a cache block, the unit in which prefixes are shared."""
-    max_sequences: int = MAX_BATCH_SEQUENCES
-    """Samples in one step, at most."""
-    prefill_tokens: int = PREFILL_TOKENS
-    """Prompt tokens in one step, at most; they determine how long a step takes."""
-
-
-@dataclass(frozen=True, slots=True)
 class StepReport:
     """The results of a step."""
 
@@ -106,7 +87,7 @@ class Sampler:
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: Decoder | SampledModel,
         token_bytes: List[bytes],
         limits: SamplerLimits,
         cache_dir: Path | None = None,
@@ -114,29 +95,15 @@ class Sampler:
     ) -> None:
         """`token_bytes` are the bytes of each token (`token_bytes.read_token_bytes`), for stop strings and grammars.
 
-        `special_tokens` are those that are no text, which a grammar never allows.
-
-        With `cache_dir`, kernels are compiled now, unless a note there says that this was done before; without it, they
-        are compiled when first used.
+        `special_tokens` are those that are no text, which a grammar never allows. `cache_dir` is for `CachedDecoder`.
         """
         self.limits = limits
-        self._decoder = inference_decoder(decoder)
+        self._model = CachedDecoder(model, limits, cache_dir) if isinstance(model, Decoder) else model
         self._token_bytes = token_bytes
-        config, size = decoder.config, self.limits.block_size
-        count = self.limits.cache_bytes // block_bytes(config, size, decoder.dtype)
-        if count < 2:
-            raise InvalidInputError(
-                f"cache_bytes: {self.limits.cache_bytes} bytes hold {count} blocks; at least 2 are needed"
-            )
-        self.context_length = min(config.max_context_length, (count - 1) * size)
-        """Tokens in the longest possible sequence: the model's context, or what the cache can hold."""
-        count = min(count, self.limits.max_sequences * (-(-config.max_context_length // size) + 1))
-        cache = BlockCache(config, count, size, decoder.device, decoder.dtype)
-        if cache_dir is not None and isinstance(self._decoder, FusedDecoder):
-            compile_kernels(cache_dir)
-        self._room = CacheRoom(cache, PrefixIndex(count, size))
-        self._batch = SampleBatch(self._decoder, cache)
-        self._adapters: dict[Hashable, FrozenAdapter] = {}
+        config = self._model.config
+        self.context_length = self._model.context_length
+        self._room = self._model.room
+        self._adapters: dict[Hashable, FrozenWeights] = {}
         self._grammars = Grammars(token_bytes, special_tokens, config.eos_token_ids, config.vocab_size)
         self._compiling: dict[JobState, Future[Grammar]] = {}
         """Jobs that start when their grammar is compiled."""
@@ -149,11 +116,7 @@ class Sampler:
 
     @property
     def device(self) -> torch.device:
-        return self._decoder.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self._decoder.dtype
+        return self._model.device
 
     @property
     def has_work(self) -> bool:
@@ -165,8 +128,12 @@ class Sampler:
         The caller makes sure that two tenants never use the same name: the weights are not compared.
         """
         self.remove_adapter(name)
-        frozen = self._adapters[name] = FrozenAdapter(adapter, self._decoder.device, self._decoder.dtype)
+        frozen = self._adapters[name] = self._model.frozen(adapter)
         return frozen.size_bytes
+
+    def adapter_bytes(self, info: CheckpointInfo) -> int:
+        """Estimate the size of a frozen adapter before it is read."""
+        return self._model.adapter_bytes(info)
 
     def has_adapter(self, name: Hashable) -> bool:
         return name in self._adapters
@@ -176,7 +143,7 @@ class Sampler:
         if any(state.job.adapter == name for state in self._jobs.values()):
             raise InvalidInputError(f"adapter {name!r} is in use; wait for its samples to finish, or cancel them")
         if self._adapters.pop(name, None) is not None:
-            self._room.index.drop_adapter(name)
+            self._room.drop_adapter(name)
 
     def add(self, job: SampleJob) -> None:
         """Validate and queue a job."""
@@ -184,7 +151,7 @@ class Sampler:
             raise InvalidInputError(f"job {job.id!r} is already running")
         if job.adapter is not None and job.adapter not in self._adapters:
             raise InvalidInputError(f"adapter {job.adapter!r} is not loaded")
-        plan = plan_sample(job.request, self._decoder.config, self.context_length)
+        plan = plan_sample(job.request, self._model.config, self.context_length)
         state = JobState(job, plan, PromptScores(job.request, plan, job.seed))
         self._jobs[job.id] = state
         output = job.request.sampling_params.output_format
@@ -217,7 +184,7 @@ class Sampler:
         if not chunks:
             self._await_grammars()
         if chunks:
-            drawn = self._batch.run(chunks, self._adapters)
+            drawn = self._model.run(chunks, self._adapters)
             for chunk in chunks:
                 self._room.advance(chunk.sequence, chunk.count)
             for row in drawn:

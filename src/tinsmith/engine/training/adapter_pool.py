@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 
 from tinsmith.engine.eviction import Held, to_evict
-from tinsmith.engine.lora import LoraAdapter
+from tinsmith.engine.lora import LoraAdapter, ModuleLayout
 from tinsmith.engine.models.config import ModelConfig
 from tinsmith.engine.protocol import JobFailedError, LoraSpec
 from tinsmith.engine.training.adamw import AdamW
@@ -55,7 +55,7 @@ class Adapters:
 
     def __init__(
         self,
-        config: ModelConfig,
+        config: ModelConfig | ModuleLayout,
         device: torch.device,
         max_bytes: int,
         directory: Path | None = None,

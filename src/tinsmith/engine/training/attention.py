@@ -116,6 +116,8 @@ class CompiledAttention:
             self._start_S,
             self._length_S,
             self._config.sliding_window(attended.layer) or 0,
+            np.float32(self._config.score_scale),
+            np.float32(self._config.attention_softcap),
             attended.out_THC.numpy(),
             attended.memo.numpy(),
             (attended.out_THC if grad_THC is None else grad_THC).numpy(),

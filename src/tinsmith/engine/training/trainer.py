@@ -68,6 +68,45 @@ class DatumLoss(Protocol):
     ) -> Generator[None, None, Evaluation]: ...
 
 
+class ModelPass(Protocol):
+    """One batch on its way through a model; `layers.TrainingPass` says what each method does."""
+
+    def forward_steps(self, tokens_T: torch.Tensor) -> Generator[None, None, torch.Tensor]: ...
+
+    def backward_steps(self, grad_TD: torch.Tensor, grads: LoraGroups) -> Generator[None, None, None]: ...
+
+
+class TrainableModel(Protocol):
+    """A model to train on. `engine/general` implements it for models that run through transformers."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def training_pass(
+        self, adapter: LoraAdapter, lengths: Sequence[int], *, is_recording: bool, is_checkpointed: bool
+    ) -> ModelPass:
+        """Return a pass over sequences of these lengths; the arguments are those of `TrainingPass`."""
+
+    def unembedding(self, adapter: LoraAdapter) -> Unembedding:
+        """Return what makes logprobs of the output of `forward_steps`."""
+
+
+class TrainedDecoder:
+    """Our own decoder."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self.device = decoder.device
+
+    def training_pass(
+        self, adapter: LoraAdapter, lengths: Sequence[int], *, is_recording: bool, is_checkpointed: bool
+    ) -> TrainingPass:
+        return TrainingPass(self._decoder, adapter, lengths, is_recording=is_recording, is_checkpointed=is_checkpointed)
+
+    def unembedding(self, adapter: LoraAdapter) -> Unembedding:
+        return Unembedding(self._decoder, adapter)
+
+
 @dataclass(frozen=True, slots=True)
 class _Example:
     """One datum as tensors. Targets are [N] or [N, K]; the other inputs have the shapes that the datum gives them."""
@@ -101,7 +140,7 @@ class _Batch:
 
 
 class Trainer:
-    """Runs requests on adapters of one decoder.
+    """Runs requests on adapters of one model.
 
     `micro_batch_tokens` limits how many tokens run together; a longer datum runs alone. A replay needs the same number,
     since another one adds in another order. Batches of more than `max_recorded_tokens` compute their activations twice
@@ -110,11 +149,11 @@ class Trainer:
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: Decoder | TrainableModel,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
         max_recorded_tokens: int = MAX_RECORDED_TOKENS,
     ) -> None:
-        self._decoder = decoder
+        self._model = TrainedDecoder(model) if isinstance(model, Decoder) else model
         self._micro_batch_tokens = micro_batch_tokens
         self._max_recorded_tokens = max_recorded_tokens
 
@@ -144,13 +183,13 @@ class Trainer:
         loss. Dropped between two steps, the request leaves no trace: gradients are added at the very end.
         """
         work = request.forward_input if isinstance(request, ForwardRequest) else request.forward_backward_input
-        run = _RequestRun(self._decoder, adapter, work, custom, adapter.empty_gradients() if backward else None)
+        run = _RequestRun(self._model, adapter, work, custom, adapter.empty_gradients() if backward else None)
         outputs: list[torch.Tensor] = []
         for number, indices in enumerate(self._batches(work.data)):
             if number:
                 yield
             # Not earlier: tensors that were sent as CSR may be far larger than the request.
-            batch = _Batch(indices.start, [_example(work.data[index], self._decoder.device) for index in indices])
+            batch = _Batch(indices.start, [_example(work.data[index], self._model.device) for index in indices])
             tokens = sum(batch.lengths)
             steps = run.batch(batch, tokens > self._max_recorded_tokens)
             outputs.extend((yield from steps) if tokens > self._micro_batch_tokens or custom else finished(steps))
@@ -170,25 +209,24 @@ class _RequestRun:
 
     def __init__(
         self,
-        decoder: Decoder,
+        model: TrainableModel,
         adapter: LoraAdapter,
         work: ForwardBackwardInput,
         custom: DatumLoss | None,
         grads: LoraGroups | None,
     ) -> None:
-        self._decoder = decoder
+        self._model = model
         self._adapter = adapter
         self._loss: Loss | None = LOSSES[work.loss_fn] if work.loss_fn != "custom" else None
         self._options = loss_options(work.loss_fn, work.loss_fn_config)
         self._custom = custom
-        self._unembedding = Unembedding(decoder, adapter)
+        self._unembedding = model.unembedding(adapter)
         self.grads = grads
         self.totals = MetricTotals()
 
     def batch(self, batch: _Batch, is_checkpointed: bool) -> Generator[None, None, list[torch.Tensor]]:
         """Return the logprobs of each example; add gradients and metrics to those of the request."""
-        layers = TrainingPass(
-            self._decoder,
+        layers = self._model.training_pass(
             self._adapter,
             batch.lengths,
             is_recording=self.grads is not None,

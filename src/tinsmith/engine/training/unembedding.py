@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 
-from tinsmith.engine.lora import LM_HEAD, LoraAdapter, LoraGroups
-from tinsmith.engine.models.decoder import Decoder
+from tinsmith.engine.lora import LoraAdapter, LoraGroups
+from tinsmith.engine.models.config import LM_HEAD
+from tinsmith.engine.models.decoder import Adapter, Linear
 
 CHUNK_BYTES = 24 * 2**20
 """Size of the logits that exist at once: small enough for the last-level cache of many processors, and for memory that
@@ -26,11 +27,26 @@ GradientOf: TypeAlias = Callable[[slice, torch.Tensor], torch.Tensor | None]
 """gradient_of(rows, logprobs_NK) returns dL/dlogprob as [N, K]; None: no gradient is needed."""
 
 
-@dataclass(frozen=True, slots=True)
+class Unembedder(Protocol):
+    """The last matrix of a model: a `Decoder`, or the head of another one that is a plain product."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def unembedding(self) -> Linear: ...
+
+    def logits(self, hidden_TD: torch.Tensor, adapter: Adapter | None = None) -> torch.Tensor: ...
+
+    def slopes(self, logits_TV: torch.Tensor) -> torch.Tensor | float:
+        """Return the derivative of `logits` by what the product with the matrix returned."""
+
+
+@dataclass(frozen=True)
 class Unembedding:
     """The unembedding of one model with one adapter. It pauses between chunks."""
 
-    decoder: Decoder
+    decoder: Unembedder
     adapter: LoraAdapter | None = None
 
     def logprobs(self, hidden_TD: torch.Tensor, targets_TK: torch.Tensor) -> Generator[None, None, torch.Tensor]:
@@ -53,13 +69,14 @@ class Unembedding:
         """
         logprobs_TK = torch.empty(targets_TK.shape, dtype=torch.float32, device=hidden_TD.device)
         hidden_grad_TD: torch.Tensor | None = None
-        chunk = max(1, CHUNK_BYTES // (4 * self.decoder.config.vocab_size))
+        chunk = max(1, CHUNK_BYTES // (4 * self.decoder.vocab_size))
         for start in range(0, len(hidden_TD), chunk):
             if start:
                 yield
             rows = slice(start, min(start + chunk, len(hidden_TD)))
             hidden_ND, targets_NK = hidden_TD[rows], targets_TK[rows]
-            logits_NV = self.decoder.logits(hidden_ND, self.adapter)
+            logits_NV = self._logits(hidden_ND)
+            slopes_NV = self.decoder.slopes(logits_NV)
             logprobs_NK, sum_N1 = _exponentials_(logits_NV, targets_NK)
             logprobs_TK[rows] = logprobs_NK
             gradient_NK = gradient_of(rows, logprobs_NK)
@@ -67,7 +84,8 @@ class Unembedding:
                 continue
             if hidden_grad_TD is None:
                 hidden_grad_TD = torch.zeros_like(hidden_TD)
-            hidden_grad_TD[rows] = self._chunk_backward(hidden_ND, targets_NK, logits_NV, sum_N1, gradient_NK, grads)
+            chunk_rows = hidden_ND, targets_NK, logits_NV, sum_N1, gradient_NK
+            hidden_grad_TD[rows] = self._chunk_backward(*chunk_rows, slopes_NV, grads)
         return logprobs_TK, hidden_grad_TD
 
     def backward(
@@ -84,6 +102,10 @@ class Unembedding:
         assert part_ND is not None
         return torch.zeros_like(hidden_TD).index_copy_(0, active_N, part_ND)
 
+    def _logits(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Return logits_NV in float32, which may be overwritten."""
+        return self.decoder.logits(hidden_ND, self.adapter)
+
     def _chunk_backward(
         self,
         hidden_ND: torch.Tensor,
@@ -91,15 +113,17 @@ class Unembedding:
         exponentials_NV: torch.Tensor,
         sum_N1: torch.Tensor,
         gradient_NK: torch.Tensor,
+        slopes_NV: torch.Tensor | float,
         grads: LoraGroups | None,
     ) -> torch.Tensor:
         """Return the gradient of a chunk's hidden states; overwrites the exponentials."""
         rows = hidden_ND, targets_NK, exponentials_NV, sum_N1, gradient_NK
         active_M = gradient_NK.ne(0).any(dim=1).nonzero().squeeze(1)
         if len(active_M) == len(hidden_ND):
-            return self._rows_backward(*rows, grads)
+            return self._rows_backward(*rows, slopes_NV, grads)
         hidden_MD, targets_MK, exponentials_MV, sum_M1, gradient_MK = (tensor[active_M] for tensor in rows)
-        part_MD = self._rows_backward(hidden_MD, targets_MK, exponentials_MV, sum_M1, gradient_MK, grads)
+        slopes_MV = slopes_NV if isinstance(slopes_NV, float) else slopes_NV[active_M]
+        part_MD = self._rows_backward(hidden_MD, targets_MK, exponentials_MV, sum_M1, gradient_MK, slopes_MV, grads)
         return torch.zeros_like(hidden_ND).index_copy_(0, active_M, part_MD)
 
     def _rows_backward(
@@ -109,12 +133,13 @@ class Unembedding:
         exponentials_NV: torch.Tensor,
         sum_N1: torch.Tensor,
         gradient_NK: torch.Tensor,
+        slopes_NV: torch.Tensor | float,
         grads: LoraGroups | None,
     ) -> torch.Tensor:
-        logits_grad_NV = exponentials_NV.mul_(gradient_NK.sum(dim=1, keepdim=True).div_(sum_N1).neg_())
-        logits_grad_NV.scatter_add_(1, targets_NK, gradient_NK)
-        weight_VD = self.decoder.unembedding.weight_ED
-        hidden_grad_ND = logits_grad_NV.to(weight_VD.dtype) @ weight_VD
+        logits_grad_NV = logits_gradient_(exponentials_NV, sum_N1, targets_NK, gradient_NK)
+        if not isinstance(slopes_NV, float) or slopes_NV != 1.0:
+            logits_grad_NV.mul_(slopes_NV)
+        hidden_grad_ND = self.decoder.unembedding.back(logits_grad_NV.to(hidden_ND.dtype))
         group = self.adapter.groups.get((None, LM_HEAD)) if self.adapter is not None else None
         if group is None or self.adapter is None or grads is None:
             return hidden_grad_ND
@@ -125,6 +150,14 @@ class Unembedding:
         own.Bs_ER[0].addmm_(logits_grad_NV.t(), low_NR, alpha=scale)
         own.A_GRD.addmm_(low_grad_NR.t(), wide_ND)
         return hidden_grad_ND.add_(low_grad_NR @ A_RD)
+
+
+def logits_gradient_(
+    exponentials_NV: torch.Tensor, sum_N1: torch.Tensor, targets_NK: torch.Tensor, gradient_NK: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of the logits for a given dL/dlogprob, in the place of their exponentials."""
+    logits_grad_NV = exponentials_NV.mul_(gradient_NK.sum(dim=1, keepdim=True).div_(sum_N1).neg_())
+    return logits_grad_NV.scatter_add_(1, targets_NK, gradient_NK)
 
 
 def _exponentials_(logits_NV: torch.Tensor, targets_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,7 +17,7 @@ import torch
 from tinsmith.engine import protocol
 from tinsmith.engine.checkpoints.format import CheckpointInfo, read_checkpoint, write_checkpoint
 from tinsmith.engine.machine import fingerprint
-from tinsmith.engine.models.load import LoadedModel, built_in_bytes, load_model, memory_needed
+from tinsmith.engine.models.load import built_in_bytes
 from tinsmith.engine.protocol import Created, Done, ModelCard, Sample, SavedFiles, Usage
 from tinsmith.engine.sampling.adapters import check_base
 from tinsmith.engine.training.adamw import AdamW
@@ -33,6 +33,7 @@ from tinsmith.engine.worker.executor import (
     as_job_failures,
 )
 from tinsmith.engine.worker.memory import MemoryCaps, chosen_caps, default_caps
+from tinsmith.engine.worker.served_model import ServedModel, served_model
 from tinsmith.engine.worker.torch_sampling import TorchSamples
 from tinsmith.errors import InvalidInputError
 from tinsmith.wire.codecs import json_codec
@@ -62,24 +63,23 @@ class TorchExecutor:
         torch.use_deterministic_algorithms(True)
         if options.threads:
             torch.set_num_threads(options.threads)
-        source, cache_dir = options.source, Path(options.cache_dir)
-        loaded = load_model(source, options.device, getattr(torch, dtype), cache_dir=cache_dir)
+        model = served_model(options, getattr(torch, dtype))
         spool_dir = None if options.spool_dir is None else Path(options.spool_dir)
-        device = torch.device(options.device)
-        self._card = _card(options.card, loaded.config.vocab_size, loaded.tokenizer_dir)
-        self._context_length = loaded.config.max_context_length
-        caps = memory_caps(options, loaded)
-        self._adapters = Adapters(loaded.config, device, caps.adapter_bytes, spool_dir)
-        self._trainer = Trainer(loaded.decoder, options.micro_batch_tokens)
-        self._samples = TorchSamples(loaded, caps, options)
+        self._card = _card(options.card, model.limits.vocab_size, model.tokenizer_dir)
+        self._context_length = model.limits.max_context_length
+        caps = memory_caps(options, model)
+        self._adapters = Adapters(model.layout, model.device, caps.adapter_bytes, spool_dir)
+        self._trainer = Trainer(model.trained, model.micro_batch_tokens)
+        self._samples = TorchSamples(model, caps, options)
         self._fingerprint = fingerprint(
-            device, dtype, options.micro_batch_tokens, Path(source), loaded.decoder.products
+            model.device, dtype, model.micro_batch_tokens, Path(options.source), model.products
         )
         logger.info(
-            "%s from %s: %s weights, %s on %s, %d threads; %s",
+            "%s from %s: %s weights (%s), %s on %s, %d threads; %s",
             options.card.name,
-            source,
-            f"{loaded.config.parameter_count():,}",
+            options.source,
+            f"{model.parameters:,}",
+            ", ".join(f"{size / 1e6:,.1f} MB in {name}" for name, size in model.bytes_by_format.items()),
             dtype,
             options.device,
             torch.get_num_threads(),
@@ -180,12 +180,10 @@ class TorchExecutor:
         return Beside(partial(written, Path(job.directory), info, weights, state))
 
 
-def memory_caps(options: TorchOptions, model: LoadedModel) -> MemoryCaps:
+def memory_caps(options: TorchOptions, model: ServedModel) -> MemoryCaps:
     """Return an engine's memory limits, from its options or from the memory of its device."""
-    device = model.decoder.device
-    weights_bytes = memory_needed(model.config, model.decoder.dtype, device)
     return chosen_caps(
-        default_caps(built_in_bytes(device), weights_bytes, device.type, options.engines),
+        default_caps(built_in_bytes(model.device), model.weights_bytes, model.device.type, options.engines),
         adapter_bytes=options.adapter_bytes,
         sampler_adapter_bytes=options.sampler_adapter_bytes,
         cache_bytes=options.cache_bytes,

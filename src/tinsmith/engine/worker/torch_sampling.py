@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.engine import ipc
-from tinsmith.engine.models.load import LoadedModel
 from tinsmith.engine.protocol import Done, Sample, TokenEvent, Usage
 from tinsmith.engine.sampling import sampler
 from tinsmith.engine.sampling.adapters import Name, SamplerAdapters
 from tinsmith.engine.sampling.plan import SampleJob
-from tinsmith.engine.sampling.sampler import Sampler, SamplerLimits
+from tinsmith.engine.sampling.sampled_model import SamplerLimits
+from tinsmith.engine.sampling.sampler import Sampler
 from tinsmith.engine.worker.executor import SampleEvent, SamplerStep, TorchOptions, as_job_failures, failure
 from tinsmith.engine.worker.memory import MemoryCaps
+from tinsmith.engine.worker.served_model import ServedModel
 from tinsmith.text.token_bytes import read_special_tokens, read_token_bytes
 from tinsmith.wire.codecs import json_codec
 from tinsmith.wire.codecs.proto_sampling import encode_response
@@ -34,19 +35,19 @@ class _Running:
 class TorchSamples:
     """The running samples, and those that wait because all adapters of their tenant are in use."""
 
-    def __init__(self, model: LoadedModel, caps: MemoryCaps, options: TorchOptions) -> None:
+    def __init__(self, model: ServedModel, caps: MemoryCaps, options: TorchOptions) -> None:
         tokenizer = model.tokenizer_dir / "tokenizer.json"
         limits = SamplerLimits(
             cache_bytes=caps.cache_bytes, max_sequences=options.max_sequences, prefill_tokens=options.prefill_tokens
         )
         self._sampler = Sampler(
-            model.decoder,
+            model.sampled(limits),
             read_token_bytes(tokenizer),
             limits,
             Path(options.cache_dir),
             read_special_tokens(tokenizer),
         )
-        self.adapters = SamplerAdapters(self._sampler, model.config, caps.sampler_adapter_bytes)
+        self.adapters = SamplerAdapters(self._sampler, model.layout, caps.sampler_adapter_bytes)
         self._running: dict[str, _Running] = {}
         self._waiting: dict[str, dict[str, _Running]] = {}
         """By tenant, then by job, in order of arrival."""

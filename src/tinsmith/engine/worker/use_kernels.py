@@ -6,6 +6,7 @@ every kernel of its half once. `cpu/compile` starts both.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import numpy as np
@@ -24,7 +25,7 @@ from tinsmith.engine.training.row_ops import compile_rows
 
 def use_sampling() -> None:
     """Use each kernel of sampling once. They are the same for all models."""
-    config = _smallest(8)
+    config = dataclasses.replace(_smallest(8), logit_softcap=1.0)
     shapes = weight_shapes(config)
     decoder = build_decoder(config, lambda name: torch.zeros(shapes[name]))
     fused = FusedDecoder(decoder)
@@ -37,13 +38,14 @@ def use_sampling() -> None:
 
 
 def use_training() -> None:
-    """Use each kernel of training once, except the product."""
-    from tinsmith.engine.cpu.product import PANEL
+    """Use each kernel of training once, except the forward product."""
+    from tinsmith.engine.cpu.product import PANEL, PackedWeights
 
     compile_rows()
     attention = CompiledAttention(_smallest(PANEL), [1])
     attended = attention.forward(0, torch.zeros(1, 3, PANEL), is_recording=True)
     attention.backward(attended, attended.out_THC)
+    PackedWeights(torch.zeros(1, 1)).back(torch.zeros(1, 1))
 
 
 def _smallest(head_dim: int) -> ModelConfig:

@@ -10,20 +10,22 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from support.general_models import adapter_of, load_general, make_general
 
 from tinsmith.engine.checkpoints import export
 from tinsmith.engine.checkpoints.export import base_directory, export_gguf, export_merged, export_peft
-from tinsmith.engine.checkpoints.format import CheckpointInfo, write_checkpoint
+from tinsmith.engine.checkpoints.format import CheckpointInfo, read_checkpoint, write_checkpoint
+from tinsmith.engine.checkpoints.peft_import import as_checkpoint
 from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models import gguf_write
 from tinsmith.engine.models.gguf_read import GgufFile
 from tinsmith.engine.models.hf_directory import read_config
 from tinsmith.engine.models.load import load_model
-from tinsmith.engine.models.tiny import make_tiny
+from tinsmith.engine.models.tiny import FAMILIES, make_tiny
 from tinsmith.errors import InvalidInputError, TinkerError
 
 RANK = 4
-FAMILIES = ("llama", "smollm", "qwen2", "qwen3", "mistral")
+WITH_GGUF = ("llama", "smollm", "qwen2", "qwen3", "mistral")
 
 
 def trained(base: Path, directory: Path, *, size: float = 0.05, **trains: bool) -> Path:
@@ -42,12 +44,17 @@ def base(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return make_tiny(tmp_path / "base", request.param, seed=2)
 
 
-def logits_of_transformers(directory: Path) -> torch.Tensor:
+def logits_of_transformers(directory: Path, adapter: Path | None = None) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        import peft
         import transformers
 
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        )
+        if adapter is not None:
+            model = peft.PeftModel.from_pretrained(model, adapter)
         count = export.TRIAL_TOKENS
         vocabulary = model.config.vocab_size
         tokens = torch.arange(count) * max(1, vocabulary // (count + 1)) % vocabulary
@@ -65,7 +72,37 @@ def test_the_merged_model_is_base_and_adapter(base: Path, tmp_path: Path) -> Non
     assert (tmp_path / "merged" / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
 
 
-def test_the_gguf_file_is_the_merged_model(base: Path, tmp_path: Path) -> None:
+def test_peft_loads_the_adapter_and_computes_the_same(base: Path, tmp_path: Path) -> None:
+    saved = trained(base, tmp_path / "saved")
+    export_peft(saved, tmp_path / "peft")
+    read = read_checkpoint(saved, with_optimizer=False)
+    decoder = load_model(base, cache_dir=tmp_path).decoder
+    ours = export._logits(decoder, export._adapter(decoder, read.info, read.weights))
+    theirs = logits_of_transformers(base, tmp_path / "peft")
+    assert torch.allclose(theirs, ours, atol=1e-4)
+    assert not torch.allclose(logits_of_transformers(base), ours, atol=0.05)
+
+
+def test_an_adapter_that_peft_saved_is_imported_and_exported_as_it_was(base: Path, tmp_path: Path) -> None:
+    saved = trained(base, tmp_path / "saved")
+    export_peft(saved, tmp_path / "peft")
+    as_checkpoint(tmp_path / "peft", tmp_path / "again")
+    weights = [read_checkpoint(path, with_optimizer=False).weights for path in (saved, tmp_path / "again")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0] | weights[1])
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(WITH_GGUF)))
+def test_families_without_gguf_are_refused_by_name(family: str, tmp_path: Path) -> None:
+    base = make_tiny(tmp_path / "base", family, seed=2)
+    name = read_config(base).architecture
+    with pytest.raises(InvalidInputError, match=f"{name} cannot be written as GGUF"):
+        export_gguf(trained(base, tmp_path / "saved"), base, tmp_path / "x.gguf", tmp_path / "merged", "f32")
+    assert not (tmp_path / "x.gguf").exists()
+
+
+@pytest.mark.parametrize("family", WITH_GGUF)
+def test_the_gguf_file_is_the_merged_model(family: str, tmp_path: Path) -> None:
+    base = make_tiny(tmp_path / "base", family, seed=2)
     saved = trained(base, tmp_path / "saved")
     figures = export_gguf(saved, base, tmp_path / "model.gguf", tmp_path / "merged", "f32")
     assert figures["max_weight_difference"] == 0
@@ -165,3 +202,19 @@ def test_the_base_is_what_is_named_or_what_the_checkpoint_names(tmp_path: Path) 
     assert torch.equal(*read)
     with pytest.raises(TinkerError, match="merging needs the base model: 'tiny' is neither"):
         base_directory(None, saved, tmp_path, tmp_path / "scratch")
+
+
+def test_a_model_that_runs_through_transformers_is_exported_for_peft_only(tmp_path: Path) -> None:
+    base = make_general(tmp_path / "base", "gpt2")
+    adapter = adapter_of(load_general(base), rank=RANK)
+    info = CheckpointInfo(base_model="tiny", rank=RANK, alpha=32.0)
+    write_checkpoint(tmp_path / "checkpoint", info, adapter.parameters())
+    assert export_peft(tmp_path / "checkpoint", tmp_path / "peft")["tensors_compared"] == len(adapter.parameters())
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert "transformer.h.0.attn.c_proj" in config["target_modules"]  # `c_proj` alone would also name the MLP's
+    with pytest.raises(InvalidInputError, match="architecture GPT2LMHeadModel cannot be merged or written as GGUF"):
+        export_merged(tmp_path / "checkpoint", base, tmp_path / "merged")
+    with pytest.raises(InvalidInputError, match="architecture GPT2LMHeadModel cannot be merged or written as GGUF"):
+        export_gguf(tmp_path / "checkpoint", base, tmp_path / "out.gguf", tmp_path / "scratch", "f32")
+    assert not (tmp_path / "merged").exists()
+    assert not (tmp_path / "out.gguf").exists()

@@ -101,6 +101,20 @@ def test_some_modules_are_completed_without_effect(base: Path, tmp_path: Path) -
         as_checkpoint(source, tmp_path / "again", base=other)
 
 
+def test_fused_modules_belong_to_the_attention_and_the_mlp(tmp_path: Path) -> None:
+    base = make_tiny(tmp_path / "base", "phi3", seed=2)
+    fused = ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+    info = as_checkpoint(peft(base, tmp_path / "peft", fused), tmp_path / "out")
+    assert (info.train_attn, info.train_mlp, info.train_unembed) == (True, True, False)
+    some = peft(base, tmp_path / "some", ("self_attn.qkv_proj",))
+    with pytest.raises(InvalidInputError, match="--base, so that o_proj can be added without effect"):
+        as_checkpoint(some, tmp_path / "none")
+    assert as_checkpoint(some, tmp_path / "completed", base=base).train_attn
+    other = peft(make_tiny(tmp_path / "llama", num_key_value_heads=4), tmp_path / "other", ALL)
+    with pytest.raises(InvalidInputError, match=r"k_proj\.lora_A\.weight is not a weight of this adapter"):
+        as_checkpoint(other, tmp_path / "none", base=base)
+
+
 def test_all_that_is_missing_is_told_at_once(base: Path, tmp_path: Path) -> None:
     source = peft(base, tmp_path / "peft", ("self_attn.q_proj",), base_model_name_or_path=None)
     with pytest.raises(InvalidInputError) as caught:

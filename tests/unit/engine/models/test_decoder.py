@@ -14,6 +14,16 @@ from tinsmith.engine.models.attention import PackedAttention
 from tinsmith.engine.models.decoder import Decoder
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE: dict[str, Any] = {
+    "max_position_embeddings": 256,
+    "original_max_position_embeddings": 64,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {
+        "rope_type": "longrope",
+        "short_factor": [1.0, 1.5, 2.0],
+        "long_factor": [2.0, 3.0, 4.0],
+    },
+}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"num_key_value_heads": 4}),
@@ -40,6 +50,31 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {}),
     ("mistral", {"sliding_window": 5}),
     ("smollm3", {"num_hidden_layers": 5}),
+    ("granite", {}),
+    ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False, "logits_scaling": 8.0}),
+    ("olmo2", {}),
+    ("olmo2", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    ("phi3", {}),
+    ("phi3", {"sliding_window": 5, "partial_rotary_factor": 0.5}),
+    ("phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    ("phi3", LONGROPE),
+    ("gemma2", {}),
+    ("gemma2", {"sliding_window": 4, "num_hidden_layers": 3}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("gemma3", {}),
+    ("gemma3", {"sliding_window": 4, "num_hidden_layers": 5, "sliding_window_pattern": 3}),
+    ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}),
+    (
+        "gemma3",
+        {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "sliding_window": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            },
+        },
+    ),
 ]
 
 
@@ -85,8 +120,9 @@ def test_logits_without_gradients_are_the_same(tiny: Callable[..., Any]) -> None
     assert decoder.logits(hidden).shape == (3, decoder.config.vocab_size)
 
 
-def test_bfloat16_runs_and_stays_near(tiny: Callable[..., Any]) -> None:
-    made = tiny("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "granite", "olmo2", "phi3", "gemma2", "gemma3"])
+def test_bfloat16_runs_and_stays_near(family: str, tiny: Callable[..., Any]) -> None:
+    made = tiny(family)
     from tinsmith.engine.models.load import load_model
 
     half = load_model(made.directory, dtype=torch.bfloat16, cache_dir=made.directory).decoder

@@ -13,14 +13,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.quantised import QUANTISED, random_weights
 
+from tinsmith.engine.cpu.formats import FORMATS, format_of, widened
+from tinsmith.engine.cpu.linear import can_compile, can_pack
 from tinsmith.engine.models import load, sources
 from tinsmith.engine.models.attention import PackedAttention, frequencies
+from tinsmith.engine.models.decoder import weight_shapes
 from tinsmith.engine.models.gguf_read import GgufFile, gguf_name
-from tinsmith.engine.models.gguf_to_hf import convert_gguf, is_intact
+from tinsmith.engine.models.gguf_to_hf import ORIGINAL, convert_gguf, is_intact
 from tinsmith.engine.models.hf_directory import SafetensorsDirectory, read_config
 from tinsmith.engine.models.load import load_model
 from tinsmith.engine.models.sources import fetch
+from tinsmith.engine.models.tiny import make_tiny
 from tinsmith.errors import InvalidInputError, TinkerError
 
 ARCHITECTURES = {"llama": "llama", "smollm": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -44,6 +49,7 @@ def write_gguf(
     architecture: str,
     *,
     quantised: bool = False,
+    stored: Callable[[torch.Tensor], tuple[np.ndarray, gguf.GGMLQuantizationType]] | None = None,
     rope_factors: list[float] | None = None,
     **changes: Any,
 ) -> Path:
@@ -77,7 +83,10 @@ def write_gguf(
     for name, tensor in load_file(directory / "model.safetensors").items():
         if architecture == "llama" and (".q_proj." in name or ".k_proj." in name):
             tensor = interleaved(tensor, config.num_heads if ".q_proj." in name else config.num_kv_heads)
-        if quantised and tensor.ndim == 2:
+        if stored is not None and tensor.ndim == 2:
+            packed, kind = stored(tensor)
+            writer.add_tensor(gguf_name(name), packed, raw_dtype=kind)
+        elif quantised and tensor.ndim == 2:
             packed = gguf.quantize(tensor.numpy(), gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(gguf_name(name), packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:
@@ -126,6 +135,27 @@ def test_quantised_weights_are_expanded(tiny: Callable[..., Any], tmp_path: Path
     original = load_file(made.directory / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
     assert weight.dtype == torch.float32
     assert 0 < (weight - original).abs().max() <= original.abs().max() / 127
+
+
+@pytest.mark.parametrize("name", [*FORMATS, "Q5_0"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_weights_in_the_format_of_the_file_are_those_in_float32(name: str, architecture: str, tmp_path: Path) -> None:
+    family = "smollm" if architecture == "llama" else "qwen2"
+    directory = make_tiny(tmp_path / "tiny", family, hidden_size=256, intermediate_size=256, head_dim=64)
+
+    def stored(tensor: torch.Tensor) -> tuple[np.ndarray, gguf.GGMLQuantizationType]:
+        kind = gguf.GGMLQuantizationType[name]
+        if name in QUANTISED:
+            weights = random_weights(name, tuple(tensor.shape), len(tensor))
+            return weights.rows.numpy(), kind
+        return gguf.quantize(tensor.numpy(), kind), kind
+
+    file = GgufFile(write_gguf(tmp_path / "m.gguf", directory, architecture, stored=stored))
+    for key, shape in weight_shapes(file.config).items():
+        found, expected = file.read_stored(key), file.read(key)
+        assert torch.equal(widened(found).float(), expected), key
+        kept = name if len(shape) == 2 and name in FORMATS else "F32"
+        assert format_of(found).name == file.format_of(key).name == kept
 
 
 def test_rope_factors_of_a_gguf_file(tiny: Callable[..., Any], tmp_path: Path) -> None:
@@ -254,3 +284,22 @@ def test_the_default_model_is_converted_once_and_made_anew_when_damaged(
     sources.default_model(tmp_path / "cache", {"here": fetch_file})
     assert len(fetched) == 2
     assert is_intact(directory)
+
+
+def test_the_default_model_is_loaded_in_the_format_of_its_file(
+    tmp_path: Path, tiny: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its directory has float32 weights for other programs, and the original for engines."""
+    made = tiny("smollm", head_dim=32).directory
+    source = write_gguf(tmp_path / "m.gguf", made, "llama", quantised=True)
+    monkeypatch.setattr(sources, "GGUF_DIGEST", sources.file_digest(source))
+    directory = sources.default_model(tmp_path / "cache", {"here": lambda scratch: source})
+    small = load_model(directory, cache_dir=tmp_path)
+    (directory / ORIGINAL).unlink()
+    wide = load_model(directory, cache_dir=tmp_path)
+    assert small.config == wide.config
+    assert torch.equal(logits(small.decoder), logits(wide.decoder))
+    if can_pack(torch.device("cpu"), torch.float32) and can_compile():
+        assert set(small.decoder.bytes_by_format) == {"Q8_0"}
+        assert set(wide.decoder.bytes_by_format) == {"F32"}
+        assert small.memory_bytes < wide.memory_bytes

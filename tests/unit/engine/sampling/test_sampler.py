@@ -20,10 +20,14 @@ from support.tiny_sampler import (
     trained,
 )
 
+from tinsmith.engine.models.tiny import FAMILIES
 from tinsmith.engine.sampling.draw import DrawRule
 from tinsmith.engine.sampling.sampler import FailedEvent
+from tinsmith.engine.training.trainer import Trainer
 from tinsmith.errors import InvalidInputError
 from tinsmith.wire.messages.sampling import SampledSequence
+from tinsmith.wire.messages.training import ForwardBackwardInput, ForwardBackwardRequest
+from tinsmith.wire.values.inputs import Datum, ModelInput
 from tinsmith.wire.values.tensors import TensorData
 
 
@@ -55,6 +59,24 @@ def test_samples_are_those_of_the_plain_forward_pass(model, rule: DrawRule, has_
         assert sequence.tokens == drawn
         assert sequence.stop_reason == "length"
         assert np.abs(np.array(sequence.logprobs) - scores).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logprobs_of_samples_are_those_that_the_trainer_returns(tmp_path: Path, family: str) -> None:
+    model = decoder, _ = load(tmp_path, family, head_dim=32)
+    adapter, sampler, tokens = trained(decoder, 3), make_sampler(model), prompt(30)
+    sampler.add_adapter("mine", adapter)
+    sampler.add(job("a", tokens, adapter="mine", max_tokens=25, stop=[], num_samples=3, prompt_logprobs=True))
+    answer = finish(sampler)["a"]
+    assert answer.prompt_logprobs_np is not None
+    for sequence in answer.sequences:
+        whole = [*tokens, *sequence.tokens]
+        inputs = {"target_tokens": np.array(whole[1:]), "weights": np.ones(len(whole) - 1, np.float32)}
+        work = ForwardBackwardInput(data=[Datum(ModelInput.from_ints(whole[:-1]), inputs)], loss_fn="cross_entropy")
+        request = ForwardBackwardRequest(forward_backward_input=work, model_id="m", seq_id=1)
+        (output,) = Trainer(decoder).forward_backward(adapter, request, False).loss_fn_outputs
+        found = [*answer.prompt_logprobs_np[1:], *sequence.logprobs]
+        assert np.abs(output["logprobs"].to_numpy() - found).max() <= 1e-4
 
 
 def crowd(model, count: int = 12) -> list:

@@ -16,13 +16,14 @@ from tinsmith.engine.lora import LoraAdapter
 from tinsmith.engine.models.attention import PackedAttention
 from tinsmith.engine.models.decoder import Decoder
 from tinsmith.engine.models.load import load_model
-from tinsmith.engine.models.tiny import make_tiny
+from tinsmith.engine.models.tiny import FAMILIES, make_tiny
 from tinsmith.engine.sampling.block_attention import BlockCache, NewTokens
 from tinsmith.engine.sampling.decoder import NO_ADAPTERS, FrozenAdapter, InferenceDecoder, RowAdapters
 from tinsmith.engine.sampling.fused_decoder import FusedDecoder, inference_decoder
 from tinsmith.engine.sampling.sampler import Sampler, SamplerLimits
 
 BLOCK = 16
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def load(tmp_path: Path, family: str = "llama", **sizes: object) -> Decoder:
@@ -99,6 +100,11 @@ TOKENS = [(7 * i * i + 3) % 250 for i in range(150)]
         ("qwen3", {"num_attention_heads": 3, "num_key_value_heads": 3}),
         ("mistral", {"sliding_window": 20}),
         ("smollm3", {"num_hidden_layers": 4}),
+        ("granite", {"attention_bias": True, "mlp_bias": True}),
+        ("olmo2", {"num_attention_heads": 6, "num_key_value_heads": 2}),
+        ("phi3", {"partial_rotary_factor": 0.5, "sliding_window": 20}),
+        ("gemma2", {}),
+        ("gemma3", {"num_hidden_layers": 4}),
     ],
 )
 def test_chunks_and_single_tokens_give_the_trainers_logits(
@@ -111,12 +117,38 @@ def test_chunks_and_single_tokens_give_the_trainers_logits(
     assert (logits - full_logits(decoder, TOKENS)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_runs_and_stays_near(tmp_path: Path, family: str) -> None:
+    directory = make_tiny(tmp_path / family, family)
+    whole, half = (load_model(directory, dtype=kind, cache_dir=tmp_path).decoder for kind in DTYPES)
+    adapter = trained(whole, 4, 1)
+    for parameter in adapter.parameters().values():
+        parameter.mul_(0.3)  # a strong adapter makes tiny models chaotic
+    rows = RowAdapters([(0, 60, FrozenAdapter(adapter, half.device, half.dtype))])
+    logits = Cached(InferenceDecoder(half), make_cache(half), list(range(10))).feed(TOKENS[:60], rows)
+    assert logits.dtype == torch.float32
+    wanted = full_logits(whole, TOKENS[:60], adapter)
+    assert torch.cosine_similarity(logits.flatten(), wanted.flatten(), dim=0) >= 0.99
+
+
 @both
-@pytest.mark.parametrize("switches", [{}, {"train_mlp": False}, {"train_attn": False, "train_unembed": False}])
+@pytest.mark.parametrize(
+    ("family", "switches"),
+    [
+        ("llama", {}),
+        ("llama", {"train_mlp": False}),
+        ("llama", {"train_attn": False, "train_unembed": False}),
+        ("granite", {}),
+        ("olmo2", {}),
+        ("phi3", {}),
+        ("gemma2", {}),
+        ("gemma3", {}),
+    ],
+)
 def test_rows_of_several_adapters_are_each_their_own(
-    tmp_path: Path, switches: dict[str, bool], kind: type[InferenceDecoder]
+    tmp_path: Path, family: str, switches: dict[str, bool], kind: type[InferenceDecoder]
 ) -> None:
-    decoder = load(tmp_path)
+    decoder = load(tmp_path, family)
     inference, cache = kind(decoder), make_cache(decoder)
     adapters = [trained(decoder, rank, rank, **switches) for rank in (1, 8)]
     frozen = [FrozenAdapter(adapter, decoder.device, decoder.dtype) for adapter in adapters]
@@ -164,11 +196,24 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(
 @exact
 @both
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (8, 1), (3, 3)])
+@pytest.mark.parametrize(
+    ("family", "heads"),
+    [
+        ("llama", (6, 2)),
+        ("llama", (4, 4)),
+        ("llama", (8, 1)),
+        ("llama", (3, 3)),
+        ("granite", (4, 2)),
+        ("olmo2", (6, 2)),
+        ("phi3", (4, 2)),
+        ("gemma2", (6, 2)),
+        ("gemma3", (4, 1)),
+    ],
+)
 def test_logits_do_not_depend_on_batch_chunks_or_blocks(
-    tmp_path: Path, threads: int, heads: tuple[int, int], kind: type[InferenceDecoder]
+    tmp_path: Path, threads: int, family: str, heads: tuple[int, int], kind: type[InferenceDecoder]
 ) -> None:
-    decoder = load(tmp_path, num_attention_heads=heads[0], num_key_value_heads=heads[1])
+    decoder = load(tmp_path, family, num_attention_heads=heads[0], num_key_value_heads=heads[1])
     inference = kind(decoder)
     adapter = FrozenAdapter(trained(decoder, 5, 2), decoder.device, decoder.dtype)
     torch.set_num_threads(threads)
@@ -195,10 +240,11 @@ def test_logits_do_not_depend_on_batch_chunks_or_blocks(
 
 @exact
 @both
+@pytest.mark.parametrize("family", ["qwen2", "granite", "olmo2", "phi3", "gemma2", "gemma3"])
 def test_rows_of_the_base_model_do_not_notice_adapters_beside_them(
-    tmp_path: Path, kind: type[InferenceDecoder]
+    tmp_path: Path, family: str, kind: type[InferenceDecoder]
 ) -> None:
-    decoder = load(tmp_path, "qwen2")
+    decoder = load(tmp_path, family)
     inference, cache = kind(decoder), make_cache(decoder)
     adapter = FrozenAdapter(trained(decoder, 4, 3), decoder.device, decoder.dtype)
     alone, beside, other = (Cached(inference, cache, list(range(10 * i, 10 * i + 10))) for i in range(3))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
-from tinsmith.engine.cpu.linear import can_compile, can_pack, product_kind, transposed_product, weight_product
+from tinsmith.engine.cpu.linear import can_compile, can_pack, product_kind, stored_product
 from tinsmith.engine.models.attention import rotate
+from tinsmith.engine.models.config import Activation
 from tinsmith.engine.training.row_ops import CompiledRows, TorchRows, row_ops
 
 CPU = torch.device("cpu")
@@ -44,19 +47,22 @@ def test_a_norm_and_its_gradient(kind: type[TorchRows], rows: int) -> None:
 
 
 @both
-def test_a_gate_and_its_gradient(kind: type[TorchRows]) -> None:
+@pytest.mark.parametrize("activation", get_args(Activation))
+def test_a_gate_and_its_gradient(kind: type[TorchRows], activation: Activation) -> None:
     both_halves, grad = (wide(9, 80) * 8).requires_grad_(), wide(9, 40)
-    expected = silu(both_halves[:, :40]) * both_halves[:, 40:]
+    gate = both_halves[:, :40]
+    expected = (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * both_halves[:, 40:]
     expected.backward(grad)
-    ops, plain = kind(), both_halves.detach().float()
+    ops, plain = kind(activation), both_halves.detach().float()
     assert both_halves.grad is not None
     assert torch.allclose(ops.gate(plain).double(), expected.detach(), atol=1e-4, rtol=1e-6)
     assert torch.allclose(ops.gate_back(grad.float(), plain).double(), both_halves.grad, atol=1e-4, rtol=1e-6)
 
 
 @both
-def test_a_turn_is_the_models(kind: type[TorchRows]) -> None:
-    x, angles = wide(5, 3, 16).float(), wide(5, 1, 8).float()
+@pytest.mark.parametrize("pairs", [8, 3])
+def test_a_turn_is_the_models(kind: type[TorchRows], pairs: int) -> None:
+    x, angles = wide(5, 3, 16).float(), wide(5, 1, pairs).float()
     part = x[:, 1:]  # as queries and keys lie beside values
     turned = kind().turn(part, 1, angles.cos(), angles.sin())
     assert torch.allclose(turned[:, :1], rotate(part[:, :1], angles.cos(), angles.sin()))
@@ -76,31 +82,51 @@ def test_products_forward_and_back(shape: tuple[int, int], dtype: torch.dtype) -
     weight = wide(*shape).to(dtype)
     x, grad = wide(11, shape[1]).to(dtype), wide(11, shape[0]).to(dtype)
     bound = 1e-5 if dtype is torch.float32 else 0.05
+    product = stored_product([weight], None, CPU, dtype)
     for found, expected in (
-        (weight_product(weight)(x), x.double() @ weight.double().t()),
-        (transposed_product(weight)(grad), grad.double() @ weight.double()),
+        (product(x), x.double() @ weight.double().t()),
+        (product.back(grad), grad.double() @ weight.double()),
     ):
         assert (found - expected).abs().max() <= bound * expected.abs().max()
 
 
-@compiles
-def test_the_exponential_is_right_everywhere() -> None:
+def computed(function: Callable[..., Any], x: np.ndarray) -> np.ndarray:
+    """The function of each number, computed in a compiled loop."""
     from numba import njit
-
-    from tinsmith.engine.cpu.elementwise import exponential
 
     @njit
     def all_of(x: np.ndarray, out: np.ndarray) -> None:
         for i in range(len(x)):
-            out[i] = exponential(x[i])
+            out[i] = function(x[i])
+
+    found = np.empty_like(x)
+    all_of(x, found)
+    return found
+
+
+@compiles
+def test_the_exponential_is_right_everywhere() -> None:
+    from tinsmith.engine.cpu.elementwise import exponential
 
     x = np.concatenate([np.linspace(-87, 88, 100_001), [0.0, -0.0, -200.0, -np.inf, 200.0, np.inf, np.nan]])
     x = x.astype(np.float32)
-    found = np.empty_like(x)
-    all_of(x, found)
+    found = computed(exponential, x)
     with np.errstate(over="ignore"):
         assert np.abs(found[:-5] / np.exp(x[:-5].astype(np.float64)) - 1).max() < 3e-7
     assert found[-5:-1].tolist() == [0.0, 0.0, np.inf, np.inf]
+    assert np.isnan(found[-1])
+
+
+@compiles
+def test_the_hyperbolic_tangent_is_right_everywhere() -> None:
+    from tinsmith.engine.cpu.elementwise import hyperbolic_tangent
+
+    x = np.concatenate([np.linspace(-20, 20, 100_001), np.geomspace(1e-30, 1, 1000), [0.0, np.inf, -np.inf, np.nan]])
+    x = x.astype(np.float32)
+    found = computed(hyperbolic_tangent, x)
+    expected = np.tanh(x.astype(np.float64))
+    apart = np.abs(found[:-1] - expected[:-1])
+    assert (apart <= 3e-7 * np.abs(expected[:-1])).all()
     assert np.isnan(found[-1])
 
 

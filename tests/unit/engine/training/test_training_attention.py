@@ -17,7 +17,9 @@ compiles = pytest.mark.skipif(not can_pack(CPU, torch.float32) or not can_compil
 both = pytest.mark.parametrize("kind", [TorchAttention, pytest.param(CompiledAttention, marks=compiles)])
 
 
-def config_of(heads: int = 4, kv_heads: int = 2, head_dim: int = 64, window: int | None = None) -> ModelConfig:
+def config_of(
+    heads: int = 4, kv_heads: int = 2, head_dim: int = 64, window: int | None = None, **scores: float
+) -> ModelConfig:
     return ModelConfig(
         architecture="LlamaForCausalLM",
         vocab_size=32,
@@ -29,6 +31,7 @@ def config_of(heads: int = 4, kv_heads: int = 2, head_dim: int = 64, window: int
         intermediate_size=32,
         max_context_length=1024,
         sliding_windows=(window,),
+        **scores,
     )
 
 
@@ -45,7 +48,10 @@ def reference(config: ModelConfig, lengths: list[int], qkv: torch.Tensor) -> tor
         k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
         distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
         hidden = (distance < 0) | (distance >= (window or len(part)))
-        scores = (q @ k.transpose(1, 2) / math.sqrt(config.head_dim)).masked_fill(hidden, -math.inf)
+        scores = q @ k.transpose(1, 2) * (config.attention_scale or 1 / math.sqrt(config.head_dim))
+        if config.attention_softcap:
+            scores = config.attention_softcap * torch.tanh(scores / config.attention_softcap)
+        scores = scores.masked_fill(hidden, -math.inf)
         outs.append((scores.softmax(-1) @ v).transpose(0, 1))
     return torch.cat(outs)
 
@@ -67,6 +73,20 @@ def test_results_and_gradients(kind: Any, window: int | None, heads: int, kv_hea
     out, qkv_grad = result_of(kind(config, lengths), qkv.detach().float(), grad.float())
     assert torch.allclose(out.double(), wanted.detach(), atol=1e-5)
     assert torch.allclose(qkv_grad.double(), wanted_grad, atol=1e-4, rtol=1e-5)
+
+
+@both
+@pytest.mark.parametrize("window", [None, 10])
+@pytest.mark.parametrize("scores", [{"attention_scale": 0.3}, {"attention_scale": 0.3, "attention_softcap": 2.5}])
+def test_scores_are_scaled_and_bounded(kind: Any, window: int | None, scores: dict[str, float]) -> None:
+    config, lengths = config_of(window=window, **scores), [1, 50, 97, 203]
+    qkv = (random(sum(lengths), 8, 64) * 2).requires_grad_()
+    grad = random(sum(lengths), 4, 64)
+    wanted = reference(config, lengths, qkv)
+    (wanted_grad,) = torch.autograd.grad(wanted, qkv, grad)
+    out, qkv_grad = result_of(kind(config, lengths), qkv.detach().float(), grad.float())
+    assert torch.allclose(out.double(), wanted.detach(), atol=2e-5)
+    assert torch.allclose(qkv_grad.double(), wanted_grad, atol=2e-4, rtol=1e-5)
 
 
 @compiles

@@ -42,7 +42,7 @@ def test_the_start_of_an_engine_says_what_was_chosen(
 ) -> None:
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     monkeypatch.setattr(torch_executor, "built_in_bytes", lambda device: 32 * GB)
-    monkeypatch.setattr(torch_executor, "memory_needed", lambda config, dtype, device: 0)
+    monkeypatch.setattr(load, "memory_needed", lambda weights, device, dtype: 0)
     options = read_options(torch_tiny_spec("tiny", tmp_path, seed=1, threads=0, sampler_adapter_bytes=3 * GB).options)
     caplog.set_level("INFO")
     try:

@@ -8,7 +8,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from support.backends import torch_tiny_spec
 from support.cards import card_of
 from support.checkpoint_files import verify_checkpoint
 from support.failing_disk import FailingDisk
+from support.general_models import general_executor
 from support.jobs import Jobs, datum
 from support.tiny_engine import NAME, bodies, executor, finish, sampled, torch_as_it_was, train
 
@@ -31,6 +32,7 @@ from tinsmith.engine.training import adamw, adapter_pool, trainer
 from tinsmith.engine.worker import torch_executor
 from tinsmith.engine.worker.executor import Beside, StartError, StateInDoubtError
 from tinsmith.engine.worker.startup import make
+from tinsmith.engine.worker.torch_executor import TorchExecutor
 from tinsmith.errors import InvalidInputError
 from tinsmith.wire.codecs import json_codec
 from tinsmith.wire.codecs.proto_outputs import decode_output
@@ -99,8 +101,11 @@ def test_micro_batches_are_steps(home: Path) -> None:
     assert len(steps) == 4
 
 
-def test_an_uploaded_loss_is_computed_and_a_wrong_one_refused(home: Path) -> None:
-    engine = executor(home)
+@pytest.mark.parametrize("make_executor", [executor, general_executor])
+def test_an_uploaded_loss_is_computed_and_a_wrong_one_refused(
+    tmp_path: Path, make_executor: Callable[[Path], TorchExecutor]
+) -> None:
+    engine = make_executor(tmp_path)
     jobs = Jobs(NAME)
     plain = decode_output(bodies(engine, [jobs.create(), jobs.forward(datum(PROBE))])[1])
     nodes = [
