@@ -121,17 +121,21 @@ def _widen(code: int, panel: int, first: int, count: int, to: int) -> None:
 
 
 @njit
-def _widened_panel(
+def _one_panel(
     rows: int, x: int, depth: int, code: int, panel: int, out: int, out_row: int, begins: int, pace: int
 ) -> None:
-    """Multiply rows by one panel that is not float32, a chunk of its inputs at a time."""
-    room, buffer = _aligned(_CHUNK * PANEL)
-    for first in range(0, depth, _CHUNK):
-        count = min(_CHUNK, depth - first)
-        _widen(code, panel, first, count, buffer)
+    """Multiply rows by one panel: at once if it is float32, else a chunk of its inputs after the other."""
+    is_plain = code == FLOAT32
+    room, buffer = _aligned(1 if is_plain else _CHUNK * PANEL)
+    chunk = depth if is_plain else _CHUNK
+    for first in range(0, depth, chunk):
+        count = min(chunk, depth - first)
+        weights = panel if is_plain else buffer
+        if not is_plain:
+            _widen(code, panel, first, count, buffer)
         ahead = panel + (first + count) * _STEP_BYTES[code]
         begin = begins if first == 0 else 0
-        _product(rows, x + first * BYTES, depth, buffer, PANEL, out, out_row, count, begin, ahead, pace)
+        _product(rows, x + first * BYTES, depth, weights, PANEL, out, out_row, count, begin, ahead, pace)
     room[0] = 0  # keeps the memory until here
 
 
@@ -140,18 +144,14 @@ def multiply(x_TD: Floats, panels: int, out_TE: Floats, begins: int) -> None:
     """Compute out = x W^T for packed weights, or out += x W^T if not `begins`.
 
     `panels` is the address of a table with the address and the format of each panel; `out_TE` is as wide as all of
-    them. `pace` spreads the prefetches for the next panel over the tiles of this one.
+    them. `pace` spreads the prefetches for the next chunk over the tiles of this one.
     """
     rows, depth, out_row = x_TD.shape[0], x_TD.shape[1], out_TE.shape[1]
     x, out = x_TD.ctypes.data, out_TE.ctypes.data
     for n in prange(out_row // PANEL):
         w, code = _number_at(panels + 16 * n), _number_at(panels + 16 * n + 8)
-        size, to = _STEP_BYTES[code], out + n * PANEL * BYTES
-        pace = 0 if rows <= _STREAMED else size // (rows // 6 + 1) + 1
-        if code == FLOAT32:
-            _product(rows, x, depth, w, PANEL, to, out_row, depth, begins, w + depth * size, pace)
-        else:
-            _widened_panel(rows, x, depth, code, w, to, out_row, begins, pace)
+        pace = 0 if rows <= _STREAMED else _STEP_BYTES[code] // (rows // 6 + 1) + 1
+        _one_panel(rows, x, depth, code, w, out + n * PANEL * BYTES, out_row, begins, pace)
 
 
 @njit
