@@ -32,7 +32,7 @@ def other_kind(directory: Path) -> None:
         (without("tokenizer.json"), "has no tokenizer.json; save the model's tokenizer there"),
         (cut("model.safetensors"), "model.safetensors cannot be read"),
         (cut("config.json"), "config.json"),
-        (other_kind, "config.json: architecture FooForCausalLM is not supported \\(supported: LlamaForCausalLM, "),
+        (other_kind, "config.json: architecture FooForCausalLM is not supported \\(supported: Gemma2ForCausalLM, "),
     ],
     ids=["no config", "no weights", "no tokenizer", "cut weights", "cut config", "another architecture"],
 )
