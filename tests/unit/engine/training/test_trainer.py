@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -128,6 +129,34 @@ def test_operations_of_torch_do_so_too(family: str, tiny: Callable[..., Any], mo
 def check_family(family: str, rank: int, made: Any) -> None:
     adapter = randomized(LoraAdapter(made.decoder.config, rank, seed=rank, **ALL))
     check(made, adapter, request(make_data([9, 3, 17, 1, 6], seed=rank)), Trainer(made.decoder, micro_batch_tokens=16))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_equal_those_of_peft_on_transformers(family: str, tiny: Callable[..., Any]) -> None:
+    made = tiny(family, **SPECIAL.get(family, {}))
+    adapter = randomized(LoraAdapter(made.decoder.config, 3, seed=0, **ALL))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import peft
+        import transformers
+
+        base = transformers.AutoModelForCausalLM.from_pretrained(
+            made.directory, dtype=torch.float32, attn_implementation="eager"
+        )
+        modules = sorted({name.split(".")[-3] for name in adapter.parameters()})
+        theirs = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=adapter.alpha, target_modules=modules))
+    leaves = {name.replace(".default", ""): leaf for name, leaf in theirs.named_parameters() if "lora_" in name}
+    for name, parameter in adapter.parameters().items():
+        leaves[name].data.copy_(parameter)
+    (datum,) = data = make_data([40])
+    Trainer(made.decoder).forward_backward(adapter, request(data), True)
+    inputs = {name: torch.from_numpy(np.array(value.to_numpy())) for name, value in datum.loss_fn_inputs.items()}
+    logprobs = torch.log_softmax(theirs(torch.tensor([datum.model_input.to_ints()])).logits[0], -1)
+    chosen = logprobs.gather(1, inputs["target_tokens"][:, None])[:, 0]
+    (-(inputs["weights"] * chosen).sum()).backward()
+    for name, gradient in adapter.gradients().items():
+        wanted = leaves[name].grad
+        assert (gradient - wanted).abs().max() <= 1e-4 * max(1.0, float(wanted.abs().max())), name
 
 
 @pytest.mark.parametrize("switches", SWITCHES, ids=lambda value: "+".join(name for name, on in value.items() if on))
