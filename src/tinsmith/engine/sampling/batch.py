@@ -12,6 +12,7 @@ from collections.abc import Hashable, Mapping
 from collections.abc import Sequence as List
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tinsmith.engine.sampling.block_attention import BlockCache, NewTokens
@@ -155,7 +156,7 @@ def _drawn(sequences: List[Sequence], logits_SV: torch.Tensor) -> list[Drawn]:
     for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
         results[row].tokens.append(token)
         results[row].logprobs.append(logprob)
-        results[row].topk.append(listed.get(row))
+        results[row].topk.append(_agreeing(listed[row], token, logprob) if row in listed else None)
     return [_checked(result, logits_V) for result, logits_V in zip(results, logits_SV, strict=True)]
 
 
@@ -198,6 +199,23 @@ def _listed(sequences: List[Sequence], logits_SV: torch.Tensor) -> dict[int, Lis
         for row, tokens_K, values_K in zip(rows, *tables, strict=True):
             listed[row] = tokens_K, values_K
     return listed
+
+
+def _agreeing(listed: Listed, token: int, logprob: float) -> Listed:
+    """Return a table with the logprob of the token that was drawn.
+
+    The drawing kernel sums the distribution in another order than the table, so all entries move by the difference.
+    """
+    tokens_K, values_K = listed
+    (places,) = np.nonzero(tokens_K == token)
+    if not places.size:
+        return listed
+    place, value = places[0], values_K.dtype.type(logprob)
+    moved_K = values_K + (value - values_K[place])
+    moved_K[:place] = np.maximum(moved_K[:place], value)
+    moved_K[place:] = np.minimum(moved_K[place:], value)
+    moved_K[place] = value
+    return tokens_K, moved_K
 
 
 def _checked(drawn: Drawn, logits_V: torch.Tensor) -> Drawn:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -245,6 +246,23 @@ def test_prompt_scores_are_those_of_the_plain_forward_pass(model) -> None:
     sequence = answer.sequences[0]
     assert sequence.topk_logprobs is not None
     assert [token for token, _ in sequence.topk_logprobs[0] or []] == expected[-1].topk(3).indices.tolist()
+
+
+def test_a_drawn_token_has_one_logprob(model) -> None:
+    """That in the table of the likely tokens is the same, to the last bit, and the table stays in order."""
+    sampler = make_sampler(model)
+    options: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"num_samples": 3}]
+    for number, more in enumerate(options):
+        sampler.add(job(str(number), prompt(20), number, max_tokens=30, stop=[], topk_sample_logprobs=50, **more))
+    found = 0
+    for answer in finish(sampler).values():
+        for sequence in answer.sequences:
+            for token, logprob, row in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+                values = [value for _, value in row]
+                assert values == sorted(values, reverse=True)
+                assert dict(row).get(token, logprob) == logprob
+                found += token in dict(row)
+    assert found > 60
 
 
 def test_alternatives_follow_the_distribution(model) -> None:
