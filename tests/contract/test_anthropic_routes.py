@@ -452,7 +452,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
     ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "hear"}}, "tool_choice"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),
-    ({"output_config": {"effort": "low"}}, "output_config.effort"),
+    ({"output_config": {"effort": "low"}}, "output_config.effort: this model has no levels of effort; leave it out"),
     (edits("clear_tool_uses_20250919"), "context_management.edits[0]"),
     (edits("clear_thinking_20251015"), "context_management.edits[0]"),
     (edits("clear_thinking_20251015", keep={"type": "thinking_turns", "value": 2}), "context_management.edits[0]"),

@@ -231,6 +231,8 @@ def _conversation(request: wire.CountTokensRequest) -> chat.ChatRequest:
     for index, message in enumerate(request.messages[: _finished(request.messages)]):
         turns.add(message.role, message.content, f"messages[{index}].content")
     choice, wanted = request.tool_choice, request.output_config
+    if wanted is not None and wanted.effort is not None:
+        _refuse("output_config.effort", "this model has no levels of effort; leave it out")
     output = wanted.format if wanted is not None else None
     return chat.ChatRequest(
         model=request.model,

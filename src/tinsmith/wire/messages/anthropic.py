@@ -127,8 +127,8 @@ class OutputConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """What the answer must be."""
 
     format: JsonOutput | None = None
-    effort: None = None
-    """Cannot be set: the models here have no levels of effort."""
+    effort: ShortText | None = None
+    """Refused: the models here have no levels of effort."""
 
 
 class CountTokensRequest(msgspec.Struct, frozen=True, kw_only=True):
