@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from gguf import GGUFReader, ReaderTensor, dequantize
+from gguf import GGUFReader, GGUFValueType, ReaderTensor, dequantize
 
 from tinsmith.engine.cpu.formats import FORMATS, PLAIN, Blocks, Format, Weights
 from tinsmith.engine.models.bpe_tokenizer import BpeTokenizer
@@ -49,13 +51,49 @@ CONTROL, USER_DEFINED = 3, 4
 """Values of `tokenizer.ggml.token_type`."""
 
 
+class _Reader(GGUFReader):
+    """The package's reader, made fast for vocabularies: it takes seconds for the arrays of 100,000 strings.
+
+    Slices of a plain array take a fraction of the time of those of a memory map, and arrays are read by a short loop.
+    """
+
+    @property
+    def data(self) -> Any:
+        return self._plain
+
+    @data.setter
+    def data(self, mapped: Any) -> None:
+        self._plain = mapped.view(np.ndarray)
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
+        """Return the size of a field, its parts, which of them are its value, and its types."""
+        if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+        item, parts, data, start = GGUFValueType(int(kind[0])), [kind, count], self._plain, orig_offs + 12
+        if item in self.gguf_scalar_to_np:
+            parts.append(self._get(start, self.gguf_scalar_to_np[item], int(count[0])))
+        elif item != GGUFValueType.STRING:
+            return super()._get_field_parts(orig_offs, raw_type)
+        else:
+            for _ in range(int(count[0])):
+                length = data[start : start + 8]
+                end = start + 8 + int.from_bytes(length.tobytes(), sys.byteorder)
+                if end > len(data):
+                    raise IndexError("a string of an array is longer than the file")
+                parts += length, data[start + 8 : end]
+                start = end
+        values = list(range(2, 3) if item in self.gguf_scalar_to_np else range(3, len(parts), 2))
+        return sum(part.nbytes for part in parts), parts, values, [GGUFValueType.ARRAY, item]
+
+
 class GgufFile:
     """One GGUF file, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            reader = GGUFReader(path)
+            reader = _Reader(path)
         except (OSError, ValueError, IndexError, KeyError) as error:
             raise InvalidInputError(f"{path} cannot be read as GGUF: {error}") from error
         self._fields = reader.fields

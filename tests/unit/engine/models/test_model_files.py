@@ -183,6 +183,23 @@ def test_foreign_gguf_files_are_refused_by_name(tiny: Callable[..., Any], tmp_pa
         GgufFile(tmp_path / "e.gguf")
 
 
+def test_metadata_is_what_the_gguf_package_reads(tiny: Callable[..., Any], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama").directory, "llama")
+    ours, theirs = GgufFile(path), gguf.GGUFReader(path)
+    names = [name for name in theirs.fields if not name.startswith("GGUF.")]
+    assert "tokenizer.ggml.merges" in names
+    assert "tokenizer.ggml.token_type" in names
+    for name in names:
+        assert ours._value(name) == theirs.fields[name].contents(), name
+    merge = b"t" + b" " + b"h"
+    damaged = path.read_bytes().replace(
+        len(merge).to_bytes(8, "little") + merge, (1 << 60).to_bytes(8, "little") + merge
+    )
+    (tmp_path / "long.gguf").write_bytes(damaged)
+    with pytest.raises(InvalidInputError, match=r"long\.gguf cannot be read as GGUF"):
+        GgufFile(tmp_path / "long.gguf")
+
+
 def test_sharded_safetensors(tiny: Callable[..., Any], tmp_path: Path) -> None:
     made = tiny()
     weights = load_file(made.directory / "model.safetensors")
