@@ -1,9 +1,9 @@
 """Chooses the kernel for products with frozen weights.
 
-A sample is independent of its batch only if a row's product has the same bits whatever the number of rows. On a CPU in
-float32 the weights are therefore laid out for `product`, in the format of their file. Without numba, oneDNN is used if
-a trial shows that its kernels for this processor have the same property. Everywhere else the plain torch product is used,
-and results from different batches agree only up to rounding.
+A sample is independent of its batch only if a row's product has the same bits whatever the number of rows. On a CPU
+in float32 the weights are therefore laid out for `product`, in the format of their file. Without numba, oneDNN is
+used if a trial shows that its kernels for this processor have the same property. Everywhere else the plain torch
+product is used, and results from different batches agree only up to rounding.
 
 Shapes: T rows, D inputs, E outputs.
 """
