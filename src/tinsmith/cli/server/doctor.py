@@ -105,7 +105,7 @@ def _checks(quick: bool) -> Iterator[tuple[str, Callable[[], list[Check]]]]:
     yield "installation", installation
     yield "data directory", data_directory
     yield "storage", storage
-    has_engine = sys.platform != "win32" and all(_version(name) for name in EXTRAS["server"])
+    has_engine = _has_engine()
     if has_engine:
         yield "default model", default_model
     if has_engine and not quick:
@@ -118,8 +118,8 @@ def _gpu_checks(device: str, model: str) -> Iterator[tuple[str, Callable[[], lis
     from tinsmith.config import EmbeddedConfig
 
     yield "installation", installation
-    if sys.platform == "win32" or not all(_version(name) for name in EXTRAS["server"]):
-        step = "pip install 'tinsmith[server]'" if sys.platform != "win32" else "use WSL2"
+    if not _has_engine():
+        step = "on Linux, macOS or in WSL2: pip install 'tinsmith[server]'"
         yield "engine", lambda: [Check("engine", BROKEN, "not installed", step)]
         return
     results = {"ok": OK, "wrong": BROKEN, "number": NOTE}
@@ -132,6 +132,10 @@ def _gpu_checks(device: str, model: str) -> Iterator[tuple[str, Callable[[], lis
         step = "" if found.outcome != "wrong" else steps.get(found.check.partition(": ")[2], steps["process"])
         check = Check(found.check, results[found.outcome], found.detail, step)
         yield found.check, partial(list, [check])
+
+
+def _has_engine() -> bool:
+    return sys.platform != "win32" and all(_version(name) for name in EXTRAS["server"])
 
 
 def installation() -> list[Check]:
