@@ -165,7 +165,7 @@ def legal(session: str, model: str, sampler: str) -> Iterator[Request]:
     metadata = {f"{index}": "x" * 100 for index in range(250)}
     named = {"user_metadata": metadata, "display_name": "x" * 1000, "tags": ["x" * 20] * 100}
     yield "metadata", "create_session", msgspec.json.encode(named), JSON
-    told = [f"{index:026}" for index in range(32_000)]
+    told = [f"{index:026}" for index in range(18_000)]  # half a megabyte
     poll = {"target": {"sampling_session_id": sampler}, "timeout": 0.01, "retrieved_request_ids": told}
     for path in ("retrieve_futures", SAMPLE_RESULTS.path):
         yield "ids", path, msgspec.json.encode(poll), JSON

@@ -33,6 +33,7 @@ EXTRAS = {
     "tokenizers": ("jinja2", "tokenizers"),
     "server": ("gguf", "h11", "llguidance", "numba", "prometheus-client", "pyjwt", "pyrage", "python-multipart",
                "safetensors", "starlette", "torch", "uvicorn", *(("uvloop",) if sys.platform != "win32" else ())),
+    "transformers": ("transformers",),
     "plot": ("matplotlib",),
     "postgres": ("psycopg",),
 }  # fmt: skip
